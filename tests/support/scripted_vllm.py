@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 from torch._C._distributed_c10d import TCPStore
+from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
+from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
 
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.weight_transfer import TransferSettings
@@ -51,13 +54,13 @@ class GlooGroup:
         return identity
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
-        for tensor in tensors:
-            self._group.broadcast([tensor.reshape(-1).view(torch.uint8)]).wait()
+        parts = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+        self._group.broadcast([torch.cat(parts)]).wait()
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=dtype)
-        self._group.broadcast([tensor.view(-1).view(torch.uint8)]).wait()
-        return tensor
+    def receive(self, size: int) -> torch.Tensor:
+        packed = torch.empty(size, dtype=torch.uint8)
+        self._group.broadcast([packed]).wait()
+        return packed
 
     def close(self) -> None:
         self._group = None
@@ -134,7 +137,8 @@ class ScriptedVllm:
         return {"success": True}
 
     async def _init_weight_transfer_engine(self, init_info: dict[str, Any]) -> Any:
-        assert init_info["packed"] is False and init_info["rank_offset"] == 1
+        told = NCCLWeightTransferInitInfo(**init_info)
+        assert told.packed and told.rank_offset == 1
         identity = base64.b64decode(init_info["nccl_unique_id_b64"], validate=True)
         assert len(identity) == 128
         self._group = await asyncio.to_thread(GlooGroup, identity, init_info["world_size"], 1)
@@ -163,8 +167,10 @@ class ScriptedVllm:
 
     def _receive(self, names: list[str], dtype_names: list[str], shapes: list[list[int]]) -> None:
         assert self._coming is not None and self._group is not None
-        for name, dtype, shape in zip(names, dtype_names, shapes, strict=True):
-            tensor = self._group.receive(shape, getattr(torch, dtype))
+        dtypes = [getattr(torch, dtype) for dtype in dtype_names]
+        sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+        packed = self._group.receive(sum(sizes))
+        for name, tensor in unpack_tensor(packed, names, shapes, dtypes, sizes):
             self.came.append(name)
             if "drop" in self.faults:
                 self.faults -= {"drop"}

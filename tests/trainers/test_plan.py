@@ -227,6 +227,10 @@ def test_the_command_plans_a_directory(tmp_path: Path) -> None:
     text = " ".join(said.stdout.split())
     for word in ("8,030,261,248 parameters", "data=4 tensor=2", "GPU-hours", "recompute"):
         assert word in text
+    # FlashAttention 2 is slower than 3
+    plain, attention = made["without_transformer_engine"]
+    assert 1 < attention < attention + 0.05 < plain < 1.4
+    assert f"without Transformer Engine {plain - 1:.0%} longer, and {attention - 1:.0%}" in text
 
 
 def test_the_command_plans_the_transformers_backend_and_a_teacher(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from cray_agents.trainers.planning.layouts import (
     LayoutQuestion,
     choose_layout,
 )
-from cray_agents.trainers.planning.step_time import Gpu
+from cray_agents.trainers.planning.step_time import Gpu, without_engine
 from cray_agents.training_jobs import Hyperparameters, Layout, MethodName
 
 BY_SIZE = 0.4  # share of the peak, of a model of which only the size is known
@@ -141,7 +141,11 @@ def node_bytes(
 
 @dataclass(frozen=True)
 class Plan:
-    """The needs of a run. Without `choice`, `microbatch` only a number of parameters was known."""
+    """The needs of a run. Without `choice`, `microbatch` only a number of parameters was known.
+
+    `plain`: the time relative to `seconds` without Transformer Engine, and with FlashAttention 3 in
+    its place.
+    """
 
     parameters: float
     weights_per_token: float  # without the embedding and idle experts
@@ -153,6 +157,7 @@ class Plan:
     choice: Choice | None = None
     microbatch: int | None = None  # tokens
     files: NodeBytes | None = None
+    plain: tuple[float, float] | None = None
 
     @property
     def seconds(self) -> float:
@@ -180,6 +185,7 @@ class Plan:
             "memory_gib": gib(choice.memory) if choice else None,
             "least_gib": self.floor / GIB,
             "node_bytes": asdict(self.files) if self.files else None,
+            "without_transformer_engine": self.plain,
             "reasons": choice.reasons if choice else [],
             "layouts": self.rows(choice.ranking) if choice else [],
         }
@@ -232,9 +238,9 @@ def make_plan(
     floor = least_memory(total, cluster, lora=hyper.lora is not None, half=hyper.dtype != "float32")
     tokens = hyper.max_tokens_per_microbatch
     files = node_bytes(model, choice.layout, hyper, cluster.gpus_per_node)
-    return Plan(
-        total, used, workload, cluster, flops, choice.slowdown, floor, choice, tokens, files
-    )
+    slow = choice.slowdown
+    plain = without_engine(model, choice.layout, hyper, length, cluster.gpu, slow)
+    return Plan(total, used, workload, cluster, flops, slow, floor, choice, tokens, files, plain)
 
 
 def plan_by_size(

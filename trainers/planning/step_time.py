@@ -15,6 +15,7 @@ from math import ceil, sqrt
 from cray_agents.errors import BadInput
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.planning.arithmetic import (
+    count_weights,
     expert_weights,
     flops_per_scored_token,
     flops_per_token,
@@ -33,7 +34,8 @@ class Gpu:
     `teraflops`: dense bfloat16 with float32 sums, from the vendor's data sheet, which prints twice
     as much for sparsity. `gib`: as nvidia-smi shows it. `link`: GB/s each way to the node's other
     GPUs. `network`: GB/s each way to other nodes, of usual machines. `price`: dollars an hour, or
-    None. `reached`: the share of its peak that large matrices reach in bfloat16.
+    None. `reached`: the share of its peak that large matrices reach in bfloat16. `memory`: TB/s to
+    its own memory, from the data sheet.
     """
 
     name: str
@@ -44,28 +46,29 @@ class Gpu:
     link: float = 450
     network: float = 50
     reached: float = 0.61
+    memory: float = 3.35
 
 
 # Prices: EC2 Capacity Blocks per accelerator, end of 2024. On demand cost 2.5 times as much then
 # (p5.48xlarge, 8 x H100: about $100/h); other clouds ask half. More specific names come first.
 GPUS = (
-    Gpu("GB200", ("GB200",), 2500, 184, link=900),
-    Gpu("B300", ("B300",), 2250, 268, link=900, network=100),
-    Gpu("B200", ("B200",), 2250, 179, link=900),
-    Gpu("GH200", ("GH200",), 989.4, 95),
-    Gpu("H200", ("H200",), 989.4, 140, 5.41),
-    Gpu("H100-NVL", ("H100", "NVL"), 835, 93, link=64),
-    Gpu("H100-PCIe", ("H100", "PCIE"), 756, 79, link=64),
+    Gpu("GB200", ("GB200",), 2500, 184, link=900, memory=8),
+    Gpu("B300", ("B300",), 2250, 268, link=900, network=100, memory=8),
+    Gpu("B200", ("B200",), 2250, 179, link=900, memory=8),
+    Gpu("GH200", ("GH200",), 989.4, 95, memory=4),
+    Gpu("H200", ("H200",), 989.4, 140, 5.41, memory=4.8),
+    Gpu("H100-NVL", ("H100", "NVL"), 835, 93, link=64, memory=3.9),
+    Gpu("H100-PCIe", ("H100", "PCIE"), 756, 79, link=64, memory=2),
     Gpu("H100", ("H100",), 989.4, 79, 4.92),
     Gpu("H800", ("H800",), 989.4, 79, link=200),
-    Gpu("H20", ("H20",), 148, 95),
-    Gpu("A100-40GB", ("A100", "40GB"), 312, 40, 1.84, 300, 25),
-    Gpu("A100", ("A100",), 312, 80, None, 300, 25),
-    Gpu("L40S", ("L40S",), 362, 45, None, 32, 25),
-    Gpu("L4", ("L4",), 121, 22, None, 32, 12),
-    Gpu("A10G", ("A10G",), 70, 22, None, 32, 12),
-    Gpu("RTX-4090", ("RTX", "4090"), 165, 24, None, 32, 12),
-    Gpu("MI300X", ("MI300X",), 1307, 192),
+    Gpu("H20", ("H20",), 148, 95, memory=4),
+    Gpu("A100-40GB", ("A100", "40GB"), 312, 40, 1.84, 300, 25, memory=1.6),
+    Gpu("A100", ("A100",), 312, 80, None, 300, 25, memory=2),
+    Gpu("L40S", ("L40S",), 362, 45, None, 32, 25, memory=0.9),
+    Gpu("L4", ("L4",), 121, 22, None, 32, 12, memory=0.3),
+    Gpu("A10G", ("A10G",), 70, 22, None, 32, 12, memory=0.6),
+    Gpu("RTX-4090", ("RTX", "4090"), 165, 24, None, 32, 12, memory=1),
+    Gpu("MI300X", ("MI300X",), 1307, 192, memory=5.3),
 )
 
 
@@ -97,6 +100,9 @@ NARROW = 1150.0  # a matrix so wide is multiplied at half that speed
 EXPOSED = 0.33  # share of a layer's messages that no computation hides
 EXPOSED_SUM = 0.15  # the same of the sum of gradients and the new weights, once a step
 FP8_GAIN = 1.82  # how much faster matrices are multiplied in eight bits
+FLASH_2 = 0.35  # share of an H100's peak that FlashAttention 2 reaches (arXiv 2407.08608)
+ROTATION = 28  # bytes a number of queries and keys that rotation in several passes moves more
+SUM = 4  # bytes a weight that its gradient moves more if it is added up by an operation of its own
 
 
 def slowdown(
@@ -131,6 +137,32 @@ def slowdown(
     tokens = hyper.batch_size * sequence_length / layout.data
     summed = EXPOSED_SUM * step.sum_of_gradients(count) / tokens
     return ((busy + waits) * bubble * _largest_stage(model, layout) * uneven + summed) / ideal
+
+
+def without_engine(
+    model: Architecture,
+    layout: Layout,
+    hyper: Hyperparameters,
+    sequence_length: int,
+    gpu: Gpu,
+    slowdown: float,
+) -> tuple[float, float]:
+    """Estimate a step's time without Transformer Engine, relative to that with it: (plain, FA3).
+
+    By the bytes that go through memory once more, and by the speed of FlashAttention 2 where
+    FlashAttention 3 is not installed. `slowdown`: the layout's. Not measured.
+    """
+    step = _Step(model, layout, hyper, 1, gpu, sequence_length)
+    ideal = step.flops / (gpu.teraflops * 1e12 * gpu.reached)  # a token's seconds on one GPU
+    rotated = ROTATION * model.layers * (model.heads + model.kv_heads) * model.head_size
+    microbatch = max(hyper.max_tokens_per_microbatch, sequence_length)
+    counts = count_weights(model)
+    mine = counts.total - counts.experts * (1 - 1 / layout.expert)
+    summed = 0.0 if hyper.lora else SUM * mine / microbatch
+    more = (rotated + summed) / (gpu.memory * 1e12) / ideal
+    attention = 1 - (4 if hyper.lora else 6) * weights_per_token(model) / step.flops
+    slower = attention * (gpu.reached / FLASH_2 - 1)
+    return 1 + (more + slower) / slowdown, 1 + more / slowdown
 
 
 def _largest_stage(model: Architecture, layout: Layout) -> float:
