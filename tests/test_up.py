@@ -92,6 +92,12 @@ def test_status(site: Site) -> None:
     assert "replicas: float32 (" in told and "1024 tokens of context (the model's)" in told
 
 
+def test_a_platform_has_the_settings_that_it_was_started_with(tmp_path: Path) -> None:
+    settings = {"home": tmp_path, "host": "127.0.0.2", "slurm_options": ["--comment=a b"]}
+    with serving(load_config(settings), name="", replicas=0) as info:
+        assert info["url"].startswith("http://127.0.0.2:")
+
+
 def test_a_second_platform_on_the_root_is_refused(site: Site) -> None:
     done = site.cli("up", "--name", "tiny", "--port", 0)
     assert done.returncode == 2

@@ -20,15 +20,14 @@ from cray_agents.server.platform_process import client, serving
 TINY = os.environ.get("CRAY_BENCH_TINY") == "1"
 AT_ONCE = 64
 #: Settings of `up`. 64 prompts of 700 tokens take 1 GiB; the trainer is beside.
-REPLICA = {"DTYPE": "bfloat16", "THREADS": "1" if TINY else "2", "KV_CACHE_GIB": "1.5"}
+REPLICA = {"dtype": "bfloat16", "threads": 1 if TINY else 2, "kv_cache_gib": 1.5}
 NAME = "caller"
 
 
 @contextmanager
 def platform(home: Path, model: Path | None = None) -> Iterator[Platform]:
     """The platform of an arm. `model`: what it begins with."""
-    os.environ.update({f"CRAY_AGENTS_{name}": value for name, value in REPLICA.items()})
-    config = load_config({"home": home, "port": 0})
+    config = load_config({"home": home, "port": 0, **REPLICA})
     with serving(config, model=model, name=NAME, ready=True) as info:
         yield client(info)
 

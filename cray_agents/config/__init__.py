@@ -3,6 +3,6 @@
 Read by cli/ and by all code that needs the shared root or the platform's URL.
 """
 
-from cray_agents.config.settings import Config, load_config
+from cray_agents.config.settings import HANDED, Config, load_config
 
-__all__ = ["Config", "load_config"]
+__all__ = ["HANDED", "Config", "load_config"]

@@ -25,9 +25,11 @@ from cray_agents.paths import Home
 
 FILE = "cray-agents.toml"
 PREFIX = "CRAY_AGENTS_"
-# Variables that other modules read: the platform's address, a host's cache, a guard of tests, and
-# the mark of what a supervisor started.
-_READ_ELSEWHERE = {"URL", "API_KEY", "CACHE", "NO_REAL_MODELS", "SUPERVISED"}
+#: The variable by which a process hands its settings, as JSON, to a platform that it starts.
+HANDED = f"{PREFIX}SETTINGS"
+# Variables that are no setting: the platform's address, a host's cache, a guard of tests, the mark
+# of what a supervisor started, and HANDED.
+_READ_ELSEWHERE = {"URL", "API_KEY", "CACHE", "NO_REAL_MODELS", "SUPERVISED", "SETTINGS"}
 #: Flags of vLLM that the rest of the platform goes by.
 _NOT_IN_ENGINE_ARGS = {
     "--dtype": "give the setting dtype in its place",
@@ -420,6 +422,7 @@ def load_config(flags: dict[str, Any] | None = None, directory: Path | None = No
         key: _parse_variable(key, value)
         for key, value in _check_keys(environment, "environment", PREFIX).items()
     }
+    values |= _check_keys(json.loads(os.environ.get(HANDED, "{}")), HANDED)
     values |= {key: value for key, value in (flags or {}).items() if value is not None}
     _check_sections(values)
     try:

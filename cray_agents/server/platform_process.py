@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from cray_agents.config import Config, load_config
+from cray_agents.config import HANDED, Config, load_config
 from cray_agents.engines.openai_engine import KeySource
 from cray_agents.errors import BadInput, Corrupt, EngineUnavailable, NotFound, SetupError
 from cray_agents.paths import Home
@@ -313,15 +313,15 @@ def start(
     home.logs.mkdir(mode=0o777 & ~umask, exist_ok=True)
     argv = python("-m", "cray_agents", "up", "--home", str(home.root))
     argv += ["--name", name] if name else []  # else the root's only one
-    argv += ["--port", str(config.port), "--replicas", str(replicas)]
-    argv += ["--scheduler", config.scheduler, "--gateways", str(config.gateways)]
+    argv += ["--replicas", str(replicas)]
     argv += ["--model", str(model)] if model else []
     argv += ["--parent", str(os.getpid())] if with_parent else []
     argv += ["--standby"] if standby else []
+    env = os.environ | {HANDED: config.model_dump_json(exclude_unset=True, exclude={"home"})}
     opener = partial(os.open, mode=0o666 & ~umask)
     with open(log_file(home, standby=standby), "ab", opener=opener) as log:
         return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                start_new_session=True)  # fmt: skip
+                                start_new_session=True, env=env)  # fmt: skip
 
 
 def log_file(home: Home, *, standby: bool) -> Path:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cray_agents.config import load_config
+from cray_agents.config import HANDED, load_config
 from cray_agents.errors import ConfigError
 
 
@@ -15,6 +15,10 @@ def test_flags_beat_environment_beats_file(tmp_path: Path, monkeypatch: pytest.M
     config = load_config({"port": 5, "home": None}, tmp_path)
     assert (config.port, config.max_num_seqs, config.max_lora_rank) == (5, 4, 2)
     assert config.home == Path(".cray-agents")
+    monkeypatch.setenv(HANDED, '{"port": 6, "job": {"modules": ["cuda/12"]}}')
+    assert load_config({}, tmp_path).port == 6
+    assert load_config({}, tmp_path).job.modules == ["cuda/12"]
+    assert load_config({"port": 5}, tmp_path).port == 5
 
 
 def test_an_unknown_key_names_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
