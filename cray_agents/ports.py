@@ -63,7 +63,8 @@ class EngineCall:
     it, and the engine changes it if weights changed before the first token. `samples` are complete
     when the answer has ended: one sequence per choice. `traceparent` is the W3C header for the
     engine; "" for none. `began` is when a replica was picked for it last, in Unix seconds. `size`:
-    about the bytes of the request.
+    about the bytes of the request. `conversation`: calls of one share their beginning, and go to
+    one replica; "": the call stands alone.
     """
 
     path: str
@@ -75,6 +76,7 @@ class EngineCall:
     traceparent: str = ""
     began: float = 0.0
     size: int = 0
+    conversation: str = ""
 
     @property
     def streams(self) -> bool:

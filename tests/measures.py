@@ -16,7 +16,7 @@ BOUNDS = {
     "modules of source": 536,
     "lines of the longest module": 600,
     "circles of folders": 0,
-    "lines of tests": 86_100,
+    "lines of tests": 86_600,
     "commands": 50,
     "parameters of commands": 216,
     "words of ARCHITECTURE.md": 3_000,

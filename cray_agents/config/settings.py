@@ -262,6 +262,13 @@ class Config(BaseModel):
         description="share of the replicas that change their weights at once, at least one; with "
         "swap_mode drain one always serves on",
     )
+    replica_affinity: float = Field(
+        1.5,
+        ge=0,
+        description="a conversation stays with a replica, whose KV cache has its beginning, until "
+        "that has more than so many times the mean requests in flight, and one more; 0: each call "
+        "goes to the least busy replica",
+    )
     load_format: str = Field(
         "auto",
         description="how vLLM reads weights (--load-format): auto takes the fastest installed "

@@ -397,6 +397,7 @@ def make_pool(
         wait_timeout=config.swap_timeout,
         swap_mode=config.swap_mode,
         swap_share=config.swap_share,
+        affinity=config.replica_affinity,
         silence_timeout=config.silence_timeout,
         name_of=partial(Registry(config.root).name_of, first=name),
     )

@@ -115,6 +115,7 @@ def further_services(config: Config, link: ControllerLink, store: Store) -> Furt
         answer_timeout=config.engine_timeout,
         on_failure=reports.note_failure,
         tls=replica_tls(config),
+        affinity=config.replica_affinity,
     )
     admission = Admission(
         lambda: share_of(pool.serving * admitted_each(pool.limits), reports),

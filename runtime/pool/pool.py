@@ -86,6 +86,7 @@ class Pool:
             (`load_beside`). No promoted version and no candidate is loaded on them.
         spare_seconds: seconds without a request after which a spare replica is ended.
         name_of: returns the version that a checkpoint is, for the base of an adapter version.
+        affinity: the setting `replica_affinity`.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Pool:
         spares: Sequence[EngineHost] = (),
         spare_seconds: float = 600.0,
         name_of: Callable[[Path], str] = lambda directory: directory.name,
+        affinity: float = 1.5,
     ) -> None:
         self._name_of = name_of
         self._notifier = PoolNotifier()
@@ -116,7 +118,7 @@ class Pool:
         self._incumbent = ""  # the version most recently loaded on all replicas
         self._former = ""  # the incumbent before, for a rollback
         self._candidate = ""  # the version most recently staged
-        self._router = RequestRouter(self._all, self._notifier, wait_timeout, self.recall)
+        self._router = RequestRouter(self._all, self._notifier, wait_timeout, self.recall, affinity)
         self._wait_timeout = wait_timeout
         self.limits = ServingLimits(
             max_num_seqs=slots, start_timeout=start_timeout, swap_timeout=wait_timeout

@@ -239,6 +239,7 @@ class FollowedPool:
         answer_timeout: seconds without a byte of an answer.
         on_failure: told of a dead engine: the replica's place, its losses, and why.
         tls: whom replicas with TLS are verified by.
+        affinity: the setting `replica_affinity`.
     """
 
     def __init__(
@@ -248,6 +249,7 @@ class FollowedPool:
         answer_timeout: float,
         on_failure: Callable[[int, int, str], None],
         tls: ssl.SSLContext | None = None,
+        affinity: float = 1.5,
     ) -> None:
         self._path = path
         self._tls = tls
@@ -258,7 +260,7 @@ class FollowedPool:
         self._latest = PublishedPool()
         self._seen = b""
         self._router = RequestRouter(
-            self._replicas, self._notifier, self.limits.swap_timeout, lambda version: None
+            self._replicas, self._notifier, self.limits.swap_timeout, lambda version: None, affinity
         )
         self._router.shared = True
 

@@ -7,7 +7,7 @@ replica refuses a request whose version it does not serve any more (vllm_plugins
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -17,7 +17,9 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from math import ceil
 from typing import Protocol
+from zlib import crc32
 
 from cray_agents.errors import EngineError, EngineUnavailable, Overtaken, VersionClosed
 from cray_agents.ports import Engine, EngineCall
@@ -28,6 +30,7 @@ Wanted = str | Callable[[], str]  # name@N, or a function that is called again a
 _LOSS_TIMEOUT = 0.2  # seconds to wait for news of a replica's death before a request is sent again
 _RETRY_INTERVAL = 0.02  # seconds until a replica is picked anew, where one had changed its version
 _DEATHS = 2  # of engines, with the same request in flight
+_REMEMBERED = 1 << 16  # conversations, by the last call
 
 
 class PoolNotifier(ChangeNotifier):
@@ -181,10 +184,15 @@ class _DeathSuspicion:
 class RequestRouter:
     """The router of requests to replicas.
 
+    A conversation's calls go to one replica, whose KV cache has their beginning, unless it is
+    clearly busier: consistent hashing with bounded loads (arXiv 1608.01350), but that a single
+    gateway places a new conversation where least is in flight, and each remembers its places.
+
     Args:
         replicas: may change at any time; `notifier` then fires, as at each of their own changes.
         wait_timeout: seconds that a request waits for its version.
         recall: called for a version that a request needs and no replica serves.
+        affinity: the setting `replica_affinity`.
 
     `shared`: True where other gateways send requests to the same replicas.
     """
@@ -195,7 +203,10 @@ class RequestRouter:
         notifier: ChangeNotifier,
         wait_timeout: float,
         recall: Callable[[str], None],
+        affinity: float = 1.5,
     ) -> None:
+        self._affinity = affinity
+        self._places: OrderedDict[str, RoutedReplica] = OrderedDict()  # by conversation
         self._replicas = replicas
         self._notifier = notifier
         self.wait_timeout = wait_timeout
@@ -226,7 +237,8 @@ class RequestRouter:
             while True:
                 sent, closed, exchange.samples = False, False, []
                 await suspicion.wait()
-                async with self._admit(version, deadline, refused) as (slot, exchange.version):
+                place = self._admit(version, deadline, refused, exchange.conversation)
+                async with place as (slot, exchange.version):
                     exchange.began = time.time()
                     losses, alone = slot.losses, slot.in_flight == 1
                     try:
@@ -257,29 +269,34 @@ class RequestRouter:
 
     @asynccontextmanager
     async def _admit(
-        self, version: Wanted, deadline: float, last: Collection[RoutedReplica]
+        self,
+        version: Wanted,
+        deadline: float,
+        last: Collection[RoutedReplica],
+        conversation: str,
     ) -> AsyncIterator[tuple[RoutedReplica, str]]:
-        slot, name = await self._pick(version, deadline, last)
+        slot, name = await self._pick(version, deadline, last, conversation)
         with slot.requests.track(name):
             yield slot, name
 
     async def _pick(
-        self, version: Wanted, deadline: float, last: Collection[RoutedReplica]
+        self,
+        version: Wanted,
+        deadline: float,
+        last: Collection[RoutedReplica],
+        conversation: str,
     ) -> tuple[RoutedReplica, str]:
-        """Return the least busy slot that serves the version, and the version's `name@N`.
+        """Return a slot that serves the version, and the version's `name@N`.
 
         Those in `last` are taken only if no other fits.
         There is no await between choice and return, so the slot still serves it.
         """
         while True:
             wanted = version if isinstance(version, str) else version()
-            fit = [
-                (slot in last, slot.in_flight, index)
-                for index, slot in enumerate(self._replicas)
-                if wanted in slot.versions
-            ]
+            fit = [slot for slot in self._replicas if wanted in slot.versions]
             if fit:
-                return self._replicas[min(fit)[2]], wanted
+                fit = [slot for slot in fit if slot not in last] or fit
+                return self._choose(fit, conversation), wanted
             self._recall(wanted)
             try:
                 async with asyncio.timeout_at(deadline):
@@ -290,6 +307,23 @@ class RequestRouter:
                     f"no replica served {wanted} within {self.wait_timeout:g} s; "
                     f"the replicas hold: {states}"
                 ) from None
+
+    def _choose(self, fit: Sequence[RoutedReplica], conversation: str) -> RoutedReplica:
+        """Return the replica of a conversation among those that fit, or the least busy one."""
+        requests = [slot.in_flight for slot in fit]
+        least = fit[requests.index(min(requests))]
+        if not conversation or not self._affinity or len(fit) == 1:
+            return least
+        place = self._places.pop(conversation, None)
+        if place is None and self.shared:  # the same one in all gateways
+            place = self._replicas[crc32(conversation.encode()) % len(self._replicas)]
+        most = 1 + ceil(self._affinity * (sum(requests) + 1) / len(fit))
+        if place is None or place not in fit or place.in_flight >= most:
+            place = least
+        self._places[conversation] = place
+        if len(self._places) > _REMEMBERED:
+            self._places.popitem(last=False)
+        return place
 
 
 def _now() -> float:

@@ -377,11 +377,13 @@ async def _parse_call(
         api.path, body, call_request.key or new_id("x")[2:], size=size_of(request)
     )
     known, conversation_hash = await _find_run(services, request, call_request)
+    run_id = known.run_id if isinstance(known, Continuation) else known
+    exchange.conversation = request.headers.get("x-session-id", "")[:TAG_LENGTH] or run_id
     return Call(
         api,
         exchange,
         call_request.messages,
-        run_id := known.run_id if isinstance(known, Continuation) else known,
+        run_id,
         session=_session(request, body) or run_id,
         conversation_hash=conversation_hash,
         continuation=known if isinstance(known, Continuation) else None,
