@@ -26,6 +26,7 @@ from cray_agents.runtime.disk import durable
 from cray_agents.runtime.disk.group_commit import CommitCounts
 from cray_agents.runtime.disk.turns import between_pieces, undivided
 from cray_agents.runtime.store.assembly import assemble
+from cray_agents.runtime.store.call_deltas import BRANCHES, KnownCall, KnownCalls, WholeCalls
 from cray_agents.runtime.store.conversations import Conversations
 from cray_agents.runtime.store.index import Index, Places, RunFacts, cache_of, identity_of
 from cray_agents.runtime.store.index.statistics import RunStatistics
@@ -57,10 +58,11 @@ class Appended(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """An event as it is written."""
+    """An event as it is written; `known`: a call from which later ones may go on."""
 
     fact: Fact
     text: bytes
+    known: KnownCall | None
 
 
 class Store(RunStatistics):
@@ -75,6 +77,7 @@ class Store(RunStatistics):
     ) -> None:
         self.home = home
         self.conversations = Conversations()
+        self._known_calls = KnownCalls()
         self.segments = Segments(home.segments)
         self.identity = identity_of(home)
         self.index = Index(cache_of(home), self.identity)
@@ -103,6 +106,7 @@ class Store(RunStatistics):
         """
         lines = await asyncio.to_thread(self._lines, events, new) if many else {}
         fresh: dict[str, _Line] = {}
+        newer: dict[str, list[KnownCall]] = {}
         waits: list[asyncio.Future[list[LinePlace]]] = []
         for event in events:
             pending = self._pending.get(event.id)
@@ -111,7 +115,7 @@ class Store(RunStatistics):
             elif many and event.id in lines:
                 fresh[event.id] = lines[event.id]
             elif not many and event.id not in fresh and (new or not self.index.known(event.id)):
-                fresh[event.id] = self._line(event)
+                fresh[event.id] = self._line(event, newer)
         if fresh:
             waits.append(self._submit(list(fresh.values())))
         for wait in waits:
@@ -172,9 +176,10 @@ class Store(RunStatistics):
 
         Raises Moved if compaction has moved one: call this within `retry`. Raises Corrupt.
         """
+        calls = WholeCalls(self._written_calls)
         for at in range(0, len(places), PAGE):
             for line in self.segments.fetch(places[at : at + PAGE]):
-                yield event_in(line)["body"]
+                yield calls.whole(event_in(line))
 
     def runs(self, query: RunQuery | None = None, calls: Calls = "full") -> list[Run]:
         """Return the matching runs, in the query's order and up to its limit.
@@ -245,14 +250,28 @@ class Store(RunStatistics):
         """Return the body of an event, as it was appended. Raises KeyError."""
         self._wait_for_index()
 
-        def read() -> list[bytes]:
+        def read() -> dict[str, Any]:
             place = self.index.place(event_id)
-            return [] if place is None else self.segments.fetch([place])
+            if place is None:
+                raise KeyError(event_id)
+            return next(self.bodies([place]))
 
-        for line in self.retry(read):
-            body: dict[str, Any] = event_in(line)["body"]
-            return body
-        raise KeyError(event_id)
+        return self.retry(read)
+
+    def _written_calls(self, run_id: str) -> dict[str, dict[str, Any]]:
+        """Return the readable calls of a run, as they are written, by id. Raises Moved."""
+        places = self.index.places([run_id]).get(run_id)
+        events = map(event_in, self._readable(places.calls if places else ()))
+        return {event["id"]: event for event in events}
+
+    def _readable(self, places: Sequence[LinePlace]) -> Iterator[bytes]:
+        """Yield the lines at places, without damaged ones."""
+        try:
+            yield from self.segments.fetch(places)
+        except Corrupt:
+            if len(places) > 1:
+                for place in places:
+                    yield from self._readable([place])
 
     def retry(self, read: Callable[[], Result]) -> Result:
         """Return what `read` returns; repeat it where compaction moved the events it reads.
@@ -326,30 +345,48 @@ class Store(RunStatistics):
 
         An event of the same id that another append indexes meanwhile is written twice, and is one.
         """
-        fresh = {event.id: event for event in reversed(events)}
-        return {i: self._line(e) for i, e in fresh.items() if new or not self.index.known(i)}
+        fresh: dict[str, Event] = {}
+        newer: dict[str, list[KnownCall]] = {}
+        for event in events:
+            fresh.setdefault(event.id, event)
+        known = self.index.known
+        return {i: self._line(e, newer) for i, e in fresh.items() if new or not known(i)}
 
-    def _line(self, event: Event) -> _Line:
-        event = self.redacted(event)
-        return _Line(_fact(event), line_of(event))
+    def _line(self, event: Event, newer: dict[str, list[KnownCall]]) -> _Line:
+        """Return the line of an event; `newer` has, by run, the calls that come before it."""
+        event, call = self.redacted(event), None
+        fact = _fact(event)
+        if event.kind == "call":
+            before = newer.setdefault(event.run_id, [])
+            body, call = self._known_calls.shorten(event.body, before[-BRANCHES:])
+            event = event.model_copy(update={"body": body})
+            if call is not None:
+                before.append(call)
+        text = line_of(event)
+        if call is not None:
+            call.crc = text[-10:-2].decode()
+        return _Line(fact, text, call)
 
     def _submit(self, lines: list[_Line]) -> "asyncio.Future[list[LinePlace]]":
         facts = [line.fact for line in lines]
         written = self._writer.submit([line.text for line in lines], facts)
         for fact in facts:
             self._pending[fact.id] = written
-        written.add_done_callback(partial(self._on_written, facts))
+        written.add_done_callback(partial(self._on_written, lines))
         return written
 
-    def _on_written(self, facts: list[Fact], written: "asyncio.Future[list[LinePlace]]") -> None:
+    def _on_written(self, lines: list[_Line], written: "asyncio.Future[list[LinePlace]]") -> None:
         """Count and learn written events; runs on the loop, before the waiters go on."""
+        facts = [line.fact for line in lines]
         if written.exception() is not None:
             for fact in facts:
                 self._pending.pop(fact.id, None)
             return
         self._acknowledged += len(facts)
-        for fact in facts:
-            self._learn(fact)
+        for line in lines:
+            self._learn(line.fact)
+            if line.known is not None:
+                self._known_calls.learn(line.known)
         self._tell(facts)
 
     def _tell(self, facts: Sequence[Fact]) -> None:
@@ -374,6 +411,8 @@ class Store(RunStatistics):
         if fact.kind == "call" and "asked" in fact.about:
             call_ids, text = fact.about["said"]
             self.conversations.learn(fact.about["asked"], fact.run_id, call_ids, text)
+        elif fact.kind == "forget":
+            self._known_calls.forget(fact.run_id)
 
     def _with_text(self, rows: Iterator[RunFacts], text: str) -> Iterator[RunFacts]:
         needle = text.casefold()
@@ -405,7 +444,10 @@ class Store(RunStatistics):
             between_pieces()
             own = [next(lines) for _ in places]  # all at once, so that the next run's follow
             try:
-                runs.append(_join(run_id, [event_in(line) for line in own]))
+                run, lost = _join(run_id, [event_in(line) for line in own])
+                runs.append(run)
+                if lost:
+                    self._skip(places[0], f"run {run_id} is not whole ({'; '.join(lost)})")
             except (ValueError, Corrupt) as error:  # pydantic's error is a ValueError
                 self._skip(places[0], f"run {run_id} is no run ({error})")
         return runs
@@ -430,12 +472,20 @@ def _wanted_lines(places: Places, calls: Calls) -> list[LinePlace]:
     return [*described, *(places.calls if with_calls else ()), *places.rewards]
 
 
-def _join(run_id: str, events: list[dict[str, Any]]) -> Run:
+def _join(run_id: str, events: list[dict[str, Any]]) -> tuple[Run, list[str]]:
+    """Return a run, and what is lost of it."""
     bodies: dict[str, list[dict[str, Any]]] = {"run": [], "call": [], "reward": []}
+    written, lost = {event["id"]: event for event in events}, []
+    calls = WholeCalls(lambda _: written)
     for event in events:
-        bodies[event["kind"]].append(event["body"])
+        try:
+            bodies[event["kind"]].append(calls.whole(event))
+        except Corrupt as error:
+            lost.append(str(error))
     described = bodies["run"][0] if bodies["run"] else None
-    return assemble(run_id, described, bodies["call"], bodies["reward"])
+    if described is None and not bodies["call"]:
+        raise Corrupt("; ".join(lost))
+    return assemble(run_id, described, bodies["call"], bodies["reward"]), lost
 
 
 def _contains(run: Run, needle: str) -> bool:

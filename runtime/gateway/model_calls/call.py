@@ -16,7 +16,11 @@ from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.records import Event, Message, new_id
 from cray_agents.runtime.gateway.http.error_envelope import LONGEST, without_paths
 from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi
-from cray_agents.runtime.gateway.model_calls.idempotency import InFlightKey
+from cray_agents.runtime.gateway.model_calls.idempotency import (
+    InFlightKey,
+    replay_of,
+    samples_member,
+)
 from cray_agents.runtime.store.conversations import Continuation
 
 if TYPE_CHECKING:
@@ -89,15 +93,14 @@ class Call:
 
     def samples_member(self) -> bytes:
         """Return the answer's JSON member `samples`, with a comma before it."""
-        samples = [
+        return samples_member(
             {
                 "prompt_token_ids": s.prompt_token_ids,
                 "token_ids": s.token_ids,
                 "logprobs": s.logprobs,
             }
             for s in self.exchange.samples
-        ]
-        return b',"samples":' + orjson.dumps(samples)
+        )
 
     def answer_events(self, answer: Body, reply: bytes) -> list[Event]:
         """Return the events of a call that was answered in one piece."""
@@ -129,7 +132,7 @@ class Call:
         if not events:
             raise ValueError("no choice is in it")
         if self.key is not None and cut is None and isinstance(end, bytes):
-            replay = {"fingerprint": self.fingerprint, "reply": end.decode()}
+            replay = replay_of(end, events[0].body) | {"fingerprint": self.fingerprint}
             events[0] = events[0].model_copy(update={"body": events[0].body | replay})
         return events
 

@@ -13,7 +13,10 @@ not wait: they sample again while the first request runs, and the first record c
 
 import asyncio
 import hashlib
+from collections.abc import Iterable
 from typing import Any, NamedTuple
+
+import orjson
 
 from cray_agents.errors import BadInput
 from cray_agents.exact_json import dump_json
@@ -21,6 +24,33 @@ from cray_agents.runtime.disk.host_lock import HostLock
 from cray_agents.runtime.store import Store
 
 _LOCK_INTERVAL = 0.02  # seconds between two looks if another gateway's request has ended
+
+
+def samples_member(samples: Iterable[dict[str, Any]]) -> bytes:
+    """Return an answer's JSON member `samples`, with a comma before it, from calls' bodies."""
+    names = ("prompt_token_ids", "token_ids", "logprobs")
+    return b',"samples":' + orjson.dumps([{name: each[name] for name in names} for each in samples])
+
+
+def replay_of(reply: bytes, call: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a call's record that repeat its reply.
+
+    Samples that the reply carries are those of the record: only their place is kept.
+    """
+    member = samples_member([call])
+    at = reply.rfind(member)
+    if at < 0:
+        return {"reply": reply.decode()}
+    rest = reply[:at] + reply[at + len(member) :]
+    return {"reply": rest.decode(), "samples_at": len(reply[:at].decode())}
+
+
+def _reply(record: dict[str, Any]) -> bytes:
+    reply: str = record["reply"]
+    at = record.get("samples_at")
+    if at is None or record.get("redacted"):  # whose tokens are left out
+        return reply.encode()
+    return reply[:at].encode() + samples_member([record]) + reply[at:].encode()
 
 
 class ReplayedAnswer(NamedTuple):
@@ -115,7 +145,7 @@ class IdempotencyKeys:
             in_flight.leave()
             raise
         in_flight.leave()
-        return ReplayedAnswer(record["run_id"], record["reply"].encode())
+        return ReplayedAnswer(record["run_id"], _reply(record))
 
     async def _read_record(self, prefix: str, in_flight: InFlightKey) -> dict[str, Any] | None:
         """Return the recorded call, or None and leave a free id in `in_flight.name`."""

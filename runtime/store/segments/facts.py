@@ -58,7 +58,7 @@ def _call_facts(body: dict[str, Any]) -> dict[str, Any]:
         "seconds": float(body.get("seconds") or 0.0),
         "ending": ending_of(body.get("finish_reason"), body.get("message") or {}),
         "tags": body.get("tags") or [],
-        "prompt": len(body.get("prompt_token_ids") or ()),
+        "prompt": _prompt_length(body),
         "sampled": len(body.get("token_ids") or ()),
         "redacted": bool(body.get("redacted")),
         "owner": body.get("owner") or "",
@@ -69,6 +69,13 @@ def _call_facts(body: dict[str, Any]) -> dict[str, Any]:
         about["asked"] = body["asked"]
         about["said"] = [ids, text_of(answer).strip()[:ANSWER_HEAD]]
     return about
+
+
+def _prompt_length(body: dict[str, Any]) -> int:
+    """Return the number of a call's prompt tokens; of a delta, with those it goes on from."""
+    if after := body.get("after"):
+        return int(after["tokens"]) + len(body["added_tokens"])
+    return len(body.get("prompt_token_ids") or ())
 
 
 def _run_facts(body: dict[str, Any]) -> dict[str, Any]:
