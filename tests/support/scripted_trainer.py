@@ -67,10 +67,14 @@ class ScriptedTrainer:
         self.probe = probe
         self.failures = dict(failures or {})
         self.by_hand = by_hand
-        self.dtype = dtype
+        self._dtype: Dtype = dtype
         self.tokens = tokens
         self.submitted: list[JobSpec] = []
         self._one_command = threading.Lock()
+
+    def dtype(self, parent: Path) -> Dtype:
+        """Return the dtype of jobs whose spec gives none, of any parent."""
+        return self._dtype
 
     def microbatch(self, parent: Path) -> int:
         """Return the tokens of a micro-batch, of any parent."""
@@ -78,7 +82,7 @@ class ScriptedTrainer:
 
     def submit(self, spec: JobSpec) -> JobStatus:
         """Do the job, or find it done. Raises NotFound if the parent is missing."""
-        spec = with_learning_rate(with_dtype(spec, self.dtype), self.home.root / spec.parent)
+        spec = with_learning_rate(with_dtype(spec, self._dtype), self.home.root / spec.parent)
         journal = JobJournal(self.home, spec.id)
         if not journal.exists:
             self._parent(spec)

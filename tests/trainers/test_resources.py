@@ -303,8 +303,17 @@ def test_a_dtype_that_was_not_given_follows_the_ranks(home: Home, llama70: Path)
     (event, *_) = JobJournal(home, decided).events()
     assert any("billion parameters in bfloat16" in reason for reason in event["reasons"])
 
-    on_cpus = MegatronTrainer(home, WaitingScheduler(), Resources(ranks=2))
-    assert with_dtype(asked, on_cpus.dtype).id == asked.id  # as before there was a choice
+    slow, fast = (
+        MegatronTrainer(home, WaitingScheduler(), Resources(2, host=HostResources(2, 9e9, has)))
+        for has in (False, True)
+    )
+    assert fast.dtype(llama70) == "float32"  # as its config has it
+    (llama70 / "config.json").write_text(json.dumps(CONFIG | {"dtype": "bfloat16"}))
+    assert (slow.dtype(llama70), fast.dtype(llama70)) == ("float32", "bfloat16")
+    assert fast.dtype(home.root) == "float32"
+    assert fast.submit(asked).id == decided
+    assert slow.submit(asked).id == asked.id  # as before there was a choice
+    assert fast.submit(asked).id == asked.id  # what has begun goes on
 
 
 def test_what_does_not_fit_is_started_and_said_loudly(home: Home, llama70: Path) -> None:

@@ -53,6 +53,7 @@ from cray_agents.trainers.planning.job_layout import (
     check_layout_fits,
     choose_default_layout,
     decide_hyperparameters,
+    usual_dtype,
     usual_microbatch,
 )
 from cray_agents.trainers.planning.layouts import describe_layout
@@ -107,10 +108,9 @@ class MegatronTrainer:
         self._seen: dict[str, CommandStatus] = {}  # of jobs with commands of their own, if live
         self._left_out: list[str] = []  # nodes, at the last call of `unchanged`
 
-    @property
-    def dtype(self) -> Dtype:
-        """The dtype of jobs whose spec gives none: bfloat16 on GPUs, float32 on CPUs."""
-        return self.resources.dtype
+    def dtype(self, parent: Path) -> Dtype:
+        """Return the dtype of a parent's jobs whose spec gives none: see `usual_dtype`."""
+        return usual_dtype(parent, self.resources)
 
     def microbatch(self, parent: Path) -> int:
         """Return the tokens of a micro-batch that suit all weights of a parent."""

@@ -6,6 +6,7 @@ job_layout.py, which chooses a job's layout over these resources.
 """
 
 import os
+import re
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,7 +19,6 @@ from cray_agents.config import Config
 from cray_agents.errors import BadInput, ConfigError
 from cray_agents.runtime.scheduler.gpu_placement import is_sliced, nvidia_devices
 from cray_agents.trainers.planning.step_time import find_gpu, identify
-from cray_agents.training_jobs import Dtype
 
 CPU_RANKS = 2  # per node; more rarely pays over gloo
 GPUS_PER_NODE = 8
@@ -37,10 +37,14 @@ class Gpus:
 
 @dataclass(frozen=True)
 class HostResources:
-    """The cores and the GiB of memory that this process may use on its host."""
+    """The cores and the GiB of memory that this process may use on its host.
+
+    `bfloat16`: the CPU multiplies in it.
+    """
 
     cores: int
     gib: float
+    bfloat16: bool = False
 
 
 def this_host() -> HostResources:
@@ -49,7 +53,13 @@ def this_host() -> HostResources:
     limit = Path("/sys/fs/cgroup/memory.max")
     with suppress(OSError, ValueError):  # no cgroup, or "max"
         gib = min(gib, int(limit.read_text()) / 2**30)
-    return HostResources(len(os.sched_getaffinity(0)), gib)
+    return HostResources(len(os.sched_getaffinity(0)), gib, cpu_has_bfloat16())
+
+
+def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Tell whether this CPU multiplies in bfloat16: AVX-512 BF16, AMX, or Arm's instructions."""
+    text = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    return re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", text) is not None
 
 
 def free_gib() -> float:
@@ -87,11 +97,6 @@ class Resources:
     def ranks_per_node(self) -> int:
         """The ranks per node of a job without a layout."""
         return self.ranks // self.nodes
-
-    @property
-    def dtype(self) -> Dtype:
-        """The dtype of jobs whose spec gives none. A GPU computes float32 many times slower."""
-        return "float32" if self.gpus is None else "bfloat16"
 
     def nodes_for(self, world: int) -> int:
         """Return the number of nodes for `world` ranks: even shares, and a GPU for each rank."""

@@ -5,6 +5,7 @@ MegatronTrainer calls `decide_hyperparameters` before it takes a job's id, and
 `choose_microbatch`. All go by the estimate of arithmetic.py, which no GPU was measured for.
 """
 
+from contextlib import suppress
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
@@ -19,10 +20,18 @@ from cray_agents.trainers.models.architecture import (
     with_learning_rate,
 )
 from cray_agents.trainers.models.tensors import read_parent
-from cray_agents.trainers.planning.arithmetic import estimate_memory
+from cray_agents.trainers.planning.arithmetic import count_weights, estimate_memory
 from cray_agents.trainers.planning.cluster_resources import Gpus, HostResources, Resources
 from cray_agents.trainers.planning.layouts import LayoutQuestion, choose_layout, describe_layout
-from cray_agents.training_jobs import MICROBATCH, Hyperparameters, JobSpec, Layout, with_dtype
+from cray_agents.training_jobs import (
+    BFLOAT16_FROM,
+    MICROBATCH,
+    Dtype,
+    Hyperparameters,
+    JobSpec,
+    Layout,
+    with_dtype,
+)
 
 SIZES = tuple(MICROBATCH << doublings for doublings in range(4, -1, -1))  # 65,536 first
 _SAME = 1.001  # slowdowns so close are equal
@@ -41,13 +50,18 @@ def decide_hyperparameters(spec: JobSpec, home: Home, resources: Resources) -> J
     """Return the spec with the dtype and the micro-batch of the resources, where it gives none.
 
     So it is with the learning rate that suits its parent, and the backend that its layout needs.
-    The job's id counts all four. So a job that exists with an automatic size keeps it, also if
-    there are other GPUs now. A parent or dataset that cannot be read leaves the size undecided: the
-    checks that follow say what is wrong.
+    The job's id counts all four. So a job that exists with an automatic size or dtype keeps it,
+    also if there are other GPUs now. A parent or dataset that cannot be read leaves the size
+    undecided: the checks that follow say what is wrong.
     """
     parent = home.root / spec.parent
-    spec = with_learning_rate(with_backend(with_dtype(spec, resources.dtype), parent), parent)
+    decided = with_learning_rate(with_backend(spec, parent), parent)
+    spec = with_dtype(decided, usual_dtype(parent, resources))
     hyper, gpus = spec.hyperparameters, resources.gpus
+    if gpus is None and hyper.dtype == "bfloat16":  # jobs of earlier versions were in float32
+        earlier = with_dtype(decided, "float32")
+        if (home.job(earlier.id) / "spec.json").exists():
+            return earlier
     if gpus is None or "max_tokens_per_microbatch" in hyper.model_fields_set:
         return spec
     sized = {tokens: _sized(spec, tokens) for tokens in SIZES}
@@ -63,6 +77,22 @@ def decide_hyperparameters(spec: JobSpec, home: Home, resources: Resources) -> J
     return sized[choose_microbatch(replace(question, layout=layout))]
 
 
+def usual_dtype(parent: Path, resources: Resources) -> Dtype:
+    """Return the dtype of a parent's jobs whose spec gives none.
+
+    It is bfloat16 on GPUs, and for a large parent that is stored in it on a CPU that multiplies in
+    it: twice as fast there, and the optimizer's weights are float32 all the same.
+    """
+    if resources.gpus is not None:
+        return "bfloat16"
+    if resources.host is not None and resources.host.bfloat16:
+        with suppress(BadInput, NotFound):
+            model = read_architecture(parent)
+            if model.dtype == "bfloat16" and count_weights(model).total >= BFLOAT16_FROM:
+                return "bfloat16"
+    return "float32"
+
+
 def usual_microbatch(parent: Path, resources: Resources) -> int:
     """Return the tokens of a micro-batch for a parent whose data and settings come later.
 
@@ -75,7 +105,7 @@ def usual_microbatch(parent: Path, resources: Resources) -> int:
         model = read_architecture(parent)
     except (BadInput, NotFound):
         return MICROBATCH
-    hyper, each = Hyperparameters(steps=1, dtype=resources.dtype), resources.ranks_per_node
+    hyper, each = Hyperparameters(steps=1, dtype="bfloat16"), resources.ranks_per_node
     question = LayoutQuestion(model, hyper, resources.ranks, gpus.gib, each, COMMANDED)
     return choose_microbatch(question)
 
