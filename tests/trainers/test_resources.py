@@ -29,7 +29,7 @@ from cray_agents.trainers.planning.cluster_resources import (
     resources_of,
 )
 from cray_agents.trainers.planning.job_layout import LOUD, usual_length
-from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Lora, with_dtype
+from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Lora
 from tests.support.trainers.model_configs import LLAMA_2_70B
 from tests.support.waiting_scheduler import WaitingScheduler
 
