@@ -40,8 +40,8 @@ class SampledSequence:
 
     `logprobs` may be shorter where a request was cut off. `name` distinguishes the sequences of one
     request with several prompts; it ends in `-<place of the prompt>`. `version` sampled the first
-    token (empty: the version of the exchange); `seams` list later changes of weights. `routes`: as
-    of ModelCall.
+    token (empty: the version of the exchange); `seams` list later changes of weights. `routes` and
+    `cached_tokens`: as of ModelCall.
     """
 
     prompt_token_ids: list[int]
@@ -52,6 +52,7 @@ class SampledSequence:
     version: str = ""
     seams: list[WeightChange] = field(default_factory=list)
     routes: dict[str, Any] | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -201,6 +201,7 @@ class ModelCall(Record):
     `redacted` from its texts, the three token lists are empty, as they would reveal it. `owner` is
     the id of the request's API key, if it had one. `retry`: the client's library said that it sends
     the request again. `error` is what broke the answer off. `routes`: of replicas that return them.
+    `cached_tokens`: of the prompt, which the replica's KV cache had.
     """
 
     id: str
@@ -224,6 +225,7 @@ class ModelCall(Record):
     retry: bool = False
     error: str = ""
     routes: Routes | None = None
+    cached_tokens: int = 0
 
 
 class ToolCall(Record):

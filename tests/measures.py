@@ -12,8 +12,8 @@ from tests.test_layers import LINKED, ROOT, dotted, imported, is_module, modules
 
 #: What each measure may be at most.
 BOUNDS = {
-    "lines of source": 110_000,
-    "modules of source": 536,
+    "lines of source": 110_500,
+    "modules of source": 540,
     "lines of the longest module": 600,
     "circles of folders": 0,
     "lines of tests": 86_600,

@@ -106,7 +106,7 @@ def keys(
     rows = [{**row, "key": row["name"], "time": row["time"] and when(row["time"])}
             for row in table["data"]]  # fmt: skip
     columns = [*(["time"] if bucket else []), *groups, "runs", "calls", "prompt_tokens"]
-    show(rows, [*columns, "sampled_tokens", "seconds", "errors"])
+    show(rows, [*columns, "cached_tokens", "sampled_tokens", "seconds", "errors"])
     if table["has_more"]:
         errors.print(f"and more groups: these {MOST_ROWS} are the largest")
 

@@ -197,25 +197,11 @@ class _Reader:
         self._done = 0
 
     def read(self, start: int) -> Iterator[list[Placed]]:
-        """Index the segment from byte `start` of its lines, and yield the batches."""
+        """Index the segment from byte `start` of its lines, and yield the batches.
+
+        Damage at the end of an open segment may be an unfinished line: skip it.
+        """
         self._done = start
-        facts = self._segments.facts(self._segment.stem) if start == 0 else None
-        if facts is not None:
-            try:
-                yield from self._facts(facts)
-            except Corrupt:
-                facts = None
-        if facts is None:
-            yield from self._lines()
-        if self._segment.sealed:
-            self._take([], COMPLETE)
-
-    def _facts(self, batches: Iterator[list[Placed]]) -> Iterator[list[Placed]]:
-        for batch in batches:
-            yield self._take(batch, _end(batch[-1]))
-
-    def _lines(self) -> Iterator[list[Placed]]:
-        """Index lines. Damage at the end of an open segment may be an unfinished line: skip it."""
         batch: list[Placed] = []
         damage: list[Damage] = []
         for line in self._segments.read(self._segment.stem, self._done):
@@ -236,6 +222,7 @@ class _Reader:
             yield self._take(batch, _end(batch[-1]))
         if self._segment.sealed:
             self._note(damage)
+            self._take([], COMPLETE)
 
     def _take(self, batch: list[Placed], end: int) -> list[Placed]:
         if self._index.add(self._segment.stem, self._done, end, batch, self._gone) < 0:

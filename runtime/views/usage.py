@@ -7,7 +7,16 @@ from cray_agents.queries import RunFilter
 from cray_agents.runtime.store import Store
 
 BY = ("key", "model")
-SUMS = ("runs", "calls", "prompt_tokens", "sampled_tokens", "seconds", "errors", "last")
+SUMS = (
+    "runs",
+    "calls",
+    "prompt_tokens",
+    "sampled_tokens",
+    "cached_tokens",
+    "seconds",
+    "errors",
+    "last",
+)
 
 
 def check_groups(by: list[str]) -> None:

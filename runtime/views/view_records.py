@@ -149,6 +149,7 @@ class UsageRow(Record):
     calls: int
     prompt_tokens: int
     sampled_tokens: int
+    cached_tokens: int
     seconds: float
     errors: int
     last: float
@@ -195,6 +196,7 @@ class StatsRow(Record):
     calls: int
     prompt_tokens: int
     sampled_tokens: int
+    cached_tokens: int
     errors: int
     infrastructure: int
     mean_seconds: float | None

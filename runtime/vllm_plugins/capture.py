@@ -52,6 +52,7 @@ _capture: ContextVar["list[CapturedSequence] | None"] = ContextVar("capture", de
 _merge: ContextVar[bool] = ContextVar("merge", default=False)  # what MERGE of that request says
 
 FIELDS = (
+    "cached_tokens",
     "finish_reason",
     "logprobs",
     "name",
@@ -68,7 +69,7 @@ class CapturedSequence:
     `name` is vLLM's name of the request, `id` the engine core's. `versions` holds pairs of a token
     index and the weights that sampled from it on. `constrained`: a schema or grammar restricted the
     tokens. `routed` has the experts of the tokens read, [tokens, layers, experts of a token], in
-    pieces, where vLLM returns them.
+    pieces, where vLLM returns them. `cached_tokens`: of the prompt, not computed anew.
     """
 
     __slots__ = (*(field for field in FIELDS if field != "routes"), "constrained", "id", "routed")
@@ -81,6 +82,7 @@ class CapturedSequence:
         self.constrained = constrained
         self.prompt_token_ids = prompt_token_ids
         self.token_ids: list[int] = []
+        self.cached_tokens = 0
         self.logprobs: list[float] = []
         self.finish_reason: str | None = None
         self.versions: list[tuple[int, str]] = []
@@ -102,6 +104,8 @@ class CapturingProcessor(LogprobsProcessor):  # type: ignore[misc]
         """Record a step's new tokens. vLLM calls it, with tokens after a stop string cut off."""
         sampled = self.sampled
         sampled.token_ids += output.new_token_ids
+        if output.prefill_stats is not None:
+            sampled.cached_tokens = output.prefill_stats.num_cached_tokens
         if output.new_logprobs is not None:
             sampled.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
         if getattr(output, "routed_experts", None) is not None:

@@ -170,6 +170,8 @@ class Call:
             body["seams"] = [seam.model_dump() for seam in sample.seams]
         if sample.routes is not None:
             body["routes"] = sample.routes
+        if sample.cached_tokens:
+            body["cached_tokens"] = sample.cached_tokens
         if self.retry:
             body["retry"] = True
         if self.tags:

@@ -27,7 +27,7 @@ _SORTED = [
 ]
 _MORE = [
     *("description", "model", "infrastructure", "seconds", "calls", "prompt", "sampled"),
-    *("turns", "owner", "told"),
+    *("cached", "turns", "owner", "told"),
 ]
 _FIND = (
     f"SELECT id, run, description, told, run IN (SELECT run FROM stale), {', '.join(_SORTED)}"
@@ -346,6 +346,7 @@ def _values(
         facts.calls,
         facts.prompt_tokens,
         facts.sampled_tokens,
+        facts.cached_tokens,
         facts.turns,
         owner,
         merged,

@@ -49,6 +49,7 @@ class RunFacts(NamedTuple):
     calls: int
     prompt_tokens: int
     sampled_tokens: int
+    cached_tokens: int  # of the prompts
     input: str
     output: str
     redacted: bool
@@ -68,6 +69,7 @@ class MergedRun:
     """The merged facts of a run's live events; `dumps()` and `MergedRun(data)` convert to JSON."""
 
     __slots__ = (
+        "cached",
         "calls",
         "described",
         "first",
@@ -84,7 +86,7 @@ class MergedRun:
 
     def __init__(self, data: bytes | None = None) -> None:
         self.described: list[Any] | None = None  # [time, event id, *_ABOUT] of the newest
-        self.calls = self.prompt = self.sampled = 0
+        self.calls = self.prompt = self.sampled = self.cached = 0
         self.redacted = False
         self.first = math.inf
         self.last: list[Any] | None = None  # [started, event id, seconds, model, ending]
@@ -100,6 +102,7 @@ class MergedRun:
                     self.calls,
                     self.prompt,
                     self.sampled,
+                    self.cached,
                     self.redacted,
                     self.first,
                     self.last,
@@ -116,6 +119,7 @@ class MergedRun:
                 self.calls,
                 self.prompt,
                 self.sampled,
+                self.cached,
                 self.redacted,
                 self.first,
                 self.last,
@@ -181,6 +185,7 @@ class MergedRun:
             self.calls,
             self.prompt,
             self.sampled,
+            self.cached,
             run_input,
             output,
             redacted or self.redacted,
@@ -205,6 +210,7 @@ class MergedRun:
         self.calls += 1
         self.prompt += about["prompt"]
         self.sampled += about["sampled"]
+        self.cached += about["cached"]
         self.redacted = self.redacted or about["redacted"]
         self.first = min(self.first, started)
         if self.last is None or [started, fact.id] > self.last[:2]:

@@ -25,7 +25,7 @@ from cray_agents.paths import Home, host_cache
 from cray_agents.records import new_id
 from cray_agents.runtime.disk.durable import create_file
 
-INDEX_VERSION = 2
+INDEX_VERSION = 3
 KEPT_SECONDS = 7 * 86_400.0  # after its last use, for the file of another version
 KEPT_FILES = 3  # of other versions, the last used
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -68,7 +68,7 @@ CREATE TABLE runs (
   task TEXT NOT NULL, attempt INTEGER NOT NULL,
   description INTEGER,  -- the event that describes it
   model INTEGER, infrastructure INTEGER, seconds REAL, calls INTEGER, prompt INTEGER,
-  sampled INTEGER, turns INTEGER, owner INTEGER, told BLOB NOT NULL
+  sampled INTEGER, cached INTEGER, turns INTEGER, owner INTEGER, told BLOB NOT NULL
 );
 CREATE TABLE stale (run INTEGER PRIMARY KEY);
 CREATE TABLE names (code INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
@@ -83,7 +83,7 @@ INDEXES = (
     "CREATE INDEX events_by_run ON events (run)",
     "CREATE INDEX asked_by_run ON asked (run)",
     f"CREATE INDEX runs_by_id ON runs (shown, id, {_ALL}, started, task, model, infrastructure,"
-    " seconds, calls, prompt, sampled, turns, owner)",
+    " seconds, calls, prompt, sampled, cached, turns, owner)",
     f"CREATE INDEX runs_by_start ON runs (shown, started, id, {_ALL})",
     "CREATE INDEX runs_by_task ON runs"
     f" (shown, task, iteration, attempt, id, {_ALL.replace('iteration, ', '')}, started)",

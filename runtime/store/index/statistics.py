@@ -35,6 +35,7 @@ _FIGURES = {
     "calls": "sum(calls)",
     "prompt_tokens": "sum(prompt)",
     "sampled_tokens": "sum(sampled)",
+    "cached_tokens": "sum(cached)",
     "errors": "count(error)",
     "infrastructure": "sum(infrastructure)",
     "mean_seconds": "avg(seconds)",
@@ -46,7 +47,7 @@ _PERCENTILES = {
     "p50_seconds": "min(CASE WHEN place * 100 >= number * 50 THEN seconds END)",
     "p95_seconds": "min(CASE WHEN place * 100 >= number * 95 THEN seconds END)",
 }
-_USED = "reward, calls, prompt, sampled, error, infrastructure, seconds, started"
+_USED = "reward, calls, prompt, sampled, cached, error, infrastructure, seconds, started"
 #: Facets: columns of the covering SQLite indexes; `model` and `tag` hold several names.
 FACETS = {
     **{name: name for name in ("agent", "loop", "iteration", "split", "stop_reason", "error")},
@@ -91,11 +92,12 @@ class RunStatistics(ABC):
         `by` may name agent, model, loop, iteration, split, stop_reason, error, task, key (the id
         of the API key that began the run) and day (of UTC, `2026-01-31`). A row has these and runs,
         rewarded, success (share of rewarded runs with a reward of 1 or more), mean_reward,
-        min_reward, max_reward, calls, prompt_tokens, sampled_tokens, errors, infrastructure,
-        mean_seconds, seconds, last (start), p50_seconds, p95_seconds. `bucket` groups by `time`,
-        the beginning of so many seconds, too; `percentiles` False leaves these two out, which takes
-        a fraction of the time; `owner`: runs of this key only; `limit`: groups; `inputs`: each
-        task's first row has one. Raises BadInput for another `by`, or a query with a text.
+        min_reward, max_reward, calls, prompt_tokens, sampled_tokens, cached_tokens (of the prompts,
+        not computed anew), errors, infrastructure, mean_seconds, seconds, last (start),
+        p50_seconds, p95_seconds. `bucket` groups by `time`, the beginning of so many seconds, too;
+        `percentiles` False leaves these two out, which takes a fraction of the time; `owner`: runs
+        of this key only; `limit`: groups; `inputs`: each task's first row has one. Raises BadInput
+        for another `by`, or a query with a text.
         """
         check_names("by", "group runs", by, GROUPS)
         wanted = {name: GROUPS[name] for name in by}

@@ -3,6 +3,5 @@
 line_format.py and facts.py turn an event into a line and its facts.
 writer.py appends, and notices when another process took the writer for dead.
 frames.py and sealed.py make a sealed file: plain zstd with a footer.
-repair.py seals the files of dead writers.
-reader.py reads past any damage; repair.py reports and repairs it.
+reader.py reads past any damage; repair.py reports and repairs it, and seals what dead writers left.
 """

@@ -1,8 +1,7 @@
 """Facts: the few plain values of an event that the index keeps, extracted from its body.
 
-A sealed segment carries the facts of its events, so that an index is rebuilt without reading the
-bodies. Made by store.py for new events, by sealed.py for sealed ones, and by indexing.py for
-lines. Increase FACTS when the values change; facts are then extracted again from the bodies.
+Made by store.py for new events, and by indexing.py from lines. Increase the version of the index
+(index/schema.py) when the values change; facts are then extracted again.
 """
 
 from typing import Any, NamedTuple
@@ -10,7 +9,6 @@ from typing import Any, NamedTuple
 from cray_agents.messages import text_of, text_or_json
 from cray_agents.records import StopReason
 
-FACTS = 3  # the version of the values of `facts_of`
 HEAD = 160  # characters of an input or output that are kept
 ANSWER_HEAD = 200  # characters of an answer that identify it
 
@@ -18,14 +16,14 @@ ANSWER_HEAD = 200  # characters of an answer that identify it
 class Fact(NamedTuple):
     """The facts of one event. The keys of `about` depend on the kind; its values are JSON.
 
-    call: model, started, seconds, ending, tags, prompt, sampled (tokens), redacted, owner; and if a
-    conversation may continue it: asked (a hash of its request), said ([tool call ids], text).
+    call: model, started, seconds, ending, tags, prompt, cached, sampled (tokens), redacted, owner;
+    and if a conversation may continue it: asked (a hash of its request), said ([tool call ids],
+    text).
     run: model, agent, loop, generation, attempt, task, split, stop_reason, started, seconds, error,
     infrastructure, tags, rewards ([[name, source, value, time, turn, giver]]), turns, input and
     output (heads), imported, redacted, owner.
     reward: name, source, value, time, turn, giver.     forget: reason.
-    `generation` is a run's iteration, as sealed segments call it. In bodies of earlier versions it
-    has that name, too.
+    `generation` is a run's iteration, which bodies of earlier versions call so.
     """
 
     id: str
@@ -59,6 +57,7 @@ def _call_facts(body: dict[str, Any]) -> dict[str, Any]:
         "ending": ending_of(body.get("finish_reason"), body.get("message") or {}),
         "tags": body.get("tags") or [],
         "prompt": _prompt_length(body),
+        "cached": int(body.get("cached_tokens") or 0),
         "sampled": len(body.get("token_ids") or ()),
         "redacted": bool(body.get("redacted")),
         "owner": body.get("owner") or "",

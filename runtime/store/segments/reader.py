@@ -1,4 +1,4 @@
-"""Reader: read open and sealed segments by place, in order, or their facts only.
+"""Reader: read open and sealed segments by place or in order.
 
 Every returned line is verified by its checksum. Damage is reported with its place, and reading goes
 on behind it. A few files are kept open for the next read, with their tables and recently unpacked
@@ -20,7 +20,6 @@ from typing import NamedTuple
 from cray_agents.errors import Corrupt, StoreError
 from cray_agents.runtime.disk.checksums import is_whole
 from cray_agents.runtime.store.segments import frames
-from cray_agents.runtime.store.segments.facts import FACTS
 from cray_agents.runtime.store.segments.line_format import (
     COMPACTED,
     FORMS,
@@ -28,7 +27,6 @@ from cray_agents.runtime.store.segments.line_format import (
     OPEN,
     SEALED,
     LinePlace,
-    Placed,
     name_of,
 )
 
@@ -171,10 +169,9 @@ def open_segment(directory: Path, stem: str) -> Handle:
 
 BLOCK = 2**20  # bytes of an open segment read at a time
 LISTINGS = 8  # tries to list a changing directory twice alike
-BAD_MARK = "the mark before a frame is damaged"
 BAD_LINE = "a line is not what its checksum says"
 
-__all__ = ["BAD_LINE", "BAD_MARK", "Damage", "Moved", "Segment", "SegmentLine", "Segments"]
+__all__ = ["BAD_LINE", "Damage", "Moved", "Segment", "SegmentLine", "Segments"]
 
 
 class Segment(NamedTuple):
@@ -210,7 +207,6 @@ class Damage(NamedTuple):
 # aliases, since `list` is a method within the class
 Listing = list[Segment]
 Lines = list[bytes]
-Batch = list[Placed]
 Stems = list[str]
 Wanted = list[tuple[int, LinePlace]]  # with the index of each in the result
 Known = tuple[int, list[str]]  # of a sealed segment: its size, and the stems that it replaces
@@ -318,18 +314,6 @@ class Segments:
         except OSError as error:
             raise _read_error(self.directory / stem, error) from error
 
-    def facts(self, stem: str) -> Iterator[Batch] | None:
-        """Return the facts of a sealed segment's lines, in batches of at most 5,000.
-
-        Return None if it is open, its footer is damaged, or its facts are of another FACTS version.
-        The iterator raises Corrupt on damaged facts. In these cases read the lines. Raises Moved,
-        StoreError.
-        """
-        footer = self.footer(stem)
-        if footer is None or footer.facts_version != FACTS:
-            return None
-        return self._facts(stem, footer)
-
     def close(self) -> None:
         """Close the files. Later reads open them again."""
         self._handles.close()
@@ -388,20 +372,6 @@ class Segments:
                 at = place.offset - start
                 lines[index] = _verify(data[at : at + place.length], place, handle)
 
-    def _facts(self, stem: str, footer: frames.Footer) -> Iterator[Batch]:
-        try:
-            with self._handles.use(stem) as handle:
-                at = handle.table.facts_at
-                for size, _ in footer.facts:
-                    batch = frames.decode_facts(stem, os.pread(handle.file, size, at))
-                    at += size
-                    if batch:
-                        yield batch
-        except StoreError:
-            raise
-        except OSError as error:
-            raise _read_error(self.directory / stem, error) from error
-
 
 def _verify(line: bytes, place: LinePlace, handle: Handle) -> bytes:
     if len(line) != place.length or not is_whole(line):
@@ -434,13 +404,9 @@ def _lines_of_open(stem: str, handle: Handle, offset: int) -> Iterator[SegmentLi
 def _lines_of_sealed(stem: str, handle: Handle, offset: int) -> Iterator[SegmentLine | Damage]:
     table, unpacker = handle.table, frames.Unpacker()
     if table.gap and offset == 0:
-        yield Damage(stem, table.gap.offset, table.gap.at, table.gap.length, table.gap.message)
+        yield Damage(stem, table.gap.offset, table.gap.at, 0, table.gap.message)
     for number in range(max(0, table.find(offset)), len(table)):
         frame = table[number]
-        mark = os.pread(handle.file, frames.MARK_SIZE, frame.at - frames.MARK_SIZE)
-        if mark != frames.encode_mark(frame):
-            at = frame.at - frames.MARK_SIZE
-            yield Damage(stem, frame.offset, at, 0, BAD_MARK)
         try:
             data = handle.unpack(frame, unpacker)
         except Corrupt as error:

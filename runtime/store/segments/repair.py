@@ -13,17 +13,15 @@ Called by store.py, which compaction.py and the command line call, and by runtim
 import logging
 import os
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from cray_agents.errors import Corrupt, StoreError
+from cray_agents.errors import StoreError
 from cray_agents.records import new_id
 from cray_agents.runtime.disk import durable
-from cray_agents.runtime.store.segments import frames
 from cray_agents.runtime.store.segments.line_format import (
     COMPACTED,
     LEFT,
@@ -35,7 +33,6 @@ from cray_agents.runtime.store.segments.line_format import (
 )
 from cray_agents.runtime.store.segments.reader import (
     BAD_LINE,
-    BAD_MARK,
     Damage,
     Handle,
     Moved,
@@ -43,7 +40,7 @@ from cray_agents.runtime.store.segments.reader import (
     Segments,
     open_segment,
 )
-from cray_agents.runtime.store.segments.sealed import seal, verify, write_sealed
+from cray_agents.runtime.store.segments.sealed import crc_of, seal, verify, write_sealed
 
 ORPHANED = 3600.0  # seconds
 STALE = 86400.0  # seconds after which a draft counts as abandoned
@@ -317,63 +314,27 @@ def _check_end(named: Name, handle: Handle) -> Iterator[Finding]:
     gap = handle.table.gap
     if gap is None:
         return
-    all_lines = frames.is_after_lines(os.pread(handle.file, 8, gap.at))
-    span = (gap.offset, gap.at, gap.length)
-    if all_lines:
-        yield _finding(named, handle.path, "damaged", gap.message, span)
-    else:
+    span = (gap.offset, gap.at, 0)
+    if gap.lines:
         yield _finding(named, handle.path, "lost", gap.message, span, None)
+    else:
+        yield _finding(named, handle.path, "damaged", gap.message, span)
 
 
 def _check_lines(segments: Segments, named: Name, handle: Handle) -> Iterator[Finding]:
-    """Yield the defects of lines, frames and marks."""
-    gap, count = handle.table.gap, _line_counter(handle)
+    """Yield the defects of lines and frames."""
+    table = handle.table
     for item in segments.read(named.stem):
-        if not isinstance(item, Damage) or (gap and item.at == gap.at):
+        if not isinstance(item, Damage) or (table.gap and item.at == table.gap.at):
             continue
         span = (item.offset, item.at, item.length)
-        if item.message == BAD_MARK:
-            yield _finding(named, handle.path, "damaged", item.message, span)
-        else:
-            alone = item.message == BAD_LINE
-            lost = 1 if alone else count(item.offset, item.offset + item.length)
-            yield _finding(named, handle.path, "lost", item.message, span, lost)
+        alone = item.message == BAD_LINE
+        lost = 1 if alone else table[table.find(item.offset)].lines
+        yield _finding(named, handle.path, "lost", item.message, span, lost)
 
 
 def _check_unread_bytes(named: Name, handle: Handle) -> Iterator[Finding]:
     """Yield the defects of a file whose lines are all readable."""
-    footer, at = handle.table.footer, handle.table.facts_at
-    assert footer is not None
-    for size, _ in footer.facts:
-        try:
-            frames.decode_facts(named.stem, os.pread(handle.file, size, at))
-        except Corrupt as error:
-            yield _finding(named, handle.path, "damaged", str(error), (0, at, 0))
-            return
-        at += size
-    crc = position = 0
-    while position < at:
-        data = os.pread(handle.file, min(durable.BLOCK, at - position), position)
-        crc = zlib.crc32(data, crc)
-        position += len(data)
-    if crc != footer.crc:
+    footer, at = handle.table.footer, handle.table.end
+    if footer is not None and crc_of(handle.file, at) != footer.crc:
         yield _finding(named, handle.path, "damaged", "some bytes that nobody reads are damaged")
-
-
-def _line_counter(handle: Handle) -> Callable[[int, int], int | None]:
-    """Return a function that counts the lines between two offsets, from the facts' lengths."""
-
-    def count(start: int, end: int) -> int | None:
-        footer, at, lines = handle.table.footer, handle.table.facts_at, 0
-        for size, _ in footer.facts if footer else ():
-            try:
-                offset, lengths = frames.decode_lengths(os.pread(handle.file, size, at))
-            except Corrupt:
-                return None
-            at += size
-            for length in lengths:
-                lines += start <= offset < end
-                offset += length + 1
-        return lines if footer else None
-
-    return count

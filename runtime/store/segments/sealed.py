@@ -1,10 +1,10 @@
 """Sealing: turn a finished segment into a compressed, checksummed file.
 
 A process may be killed at any moment, and two may seal the same segment. So a draft is written,
-synced, read back and compared before it is published and the open file removed. Memory holds one
-frame of lines, and the compressed facts of all. Damaged lines are kept unchanged. A torn last line,
-which was never acknowledged, is dropped and noted. Called by writer.py and repair.py;
-`write_sealed` by compaction.py and repair.py. For the file's layout see frames.py.
+synced, read back and compared before it is published and the open file removed. Damaged lines are
+kept unchanged. A torn last line, which was never acknowledged, is dropped and noted. Called by
+writer.py and repair.py; `write_sealed` by compaction.py and repair.py. For the file's layout see
+frames.py.
 """
 
 import hashlib
@@ -15,33 +15,26 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-import orjson
-
 from cray_agents.errors import Corrupt, StoreError
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.disk.checksums import is_whole
 from cray_agents.runtime.store.segments import frames
-from cray_agents.runtime.store.segments.facts import FACTS, facts_of
-from cray_agents.runtime.store.segments.frames import Footer, Frame
+from cray_agents.runtime.store.segments.frames import Footer
 from cray_agents.runtime.store.segments.line_format import (
     COMPACTED,
     LEFT,
     OPEN,
-    QUOTED,
     SEALED,
     draft_of,
     name_of,
-    parse_line,
 )
 
 FRAME = 64 * 2**10  # bytes of lines in a frame; a longer line has its own frame
-CHUNK = 5000  # lines whose facts are in one chunk
-CHUNK_BYTES = 4 * 2**20  # of facts in a chunk, at most
 
 log = logging.getLogger(__name__)
 
 
-Torn = tuple[int, int] | None
+Torn = list[int] | None
 
 
 def _write_draft(
@@ -77,36 +70,26 @@ class _Draft:
         self._lines: list[bytes] = []  # of the next frame
         self._size = 0
         self._hasher = hashlib.sha256()
-        self._frames: list[tuple[int, int]] = []
+        self._frames: list[list[int]] = []
         self._count = 0
-        self._bad: list[tuple[int, int]] = []
-        self._facts: list[bytes] = []
-        self._lengths: list[int] = []
-        self._facts_size = 0  # bytes of the facts
-        self._facts_offset = 0  # offset of their first line
-        self._chunks: list[tuple[bytes, int]] = []
+        self._bad: list[list[int]] = []
 
     def add(self, line: bytes) -> None:
         """Append a line."""
         if self._lines and self._size + len(line) >= FRAME:
             self._put_frame()
-        self._add_fact(line)
+        if not is_whole(line):
+            self._bad.append([self._offset + self._size, len(line)])
         self._lines.append(line)
         self._size += len(line) + 1
         self._count += 1
 
     def end(self, torn: Torn, replaces: Sequence[str]) -> Footer:
-        """Write the remaining frame and facts, then the footer."""
+        """Write the remaining frame, then the footer."""
         if self._lines:
             self._put_frame()
-        if self._facts:
-            self._put_facts()
-        for chunk, _ in self._chunks:
-            self._put(chunk)
         footer = Footer(
             frames=self._frames,
-            facts=[(len(chunk), lines) for chunk, lines in self._chunks],
-            facts_version=FACTS,
             lines=self._count,
             bytes=self._offset,
             sha256=self._hasher.hexdigest(),
@@ -115,53 +98,31 @@ class _Draft:
             bad=self._bad,
             replaces=list(replaces),
         )
-        self._put(frames.encode_footer(footer, self._at))
+        self._file.write(frames.encode_footer(footer, self._at))
         return footer
 
     def _put_frame(self) -> None:
-        self._lines.append(b"")
-        data = b"\n".join(self._lines)
+        data = b"\n".join([*self._lines, b""])
         self._hasher.update(data)
         packed = frames.compress(data)
-        frame = Frame(self._at + frames.MARK_SIZE, len(packed), self._offset, len(data))
-        self._put(frames.encode_mark(frame) + packed)
-        self._frames.append((len(packed), len(data)))
+        self._file.write(packed)
+        self._crc = zlib.crc32(packed, self._crc)
+        self._at += len(packed)
+        self._frames.append([len(packed), len(data), len(self._lines)])
         self._offset += len(data)
-        self._lines = []
-        self._size = 0
-
-    def _put(self, data: bytes) -> None:
-        self._file.write(data)
-        self._crc = zlib.crc32(data, self._crc)
-        self._at += len(data)
-
-    def _add_fact(self, line: bytes) -> None:
-        fact = b"null"
-        if is_whole(line):
-            fact = _fact_of(line)
-        else:
-            self._bad.append((self._offset + self._size, len(line)))
-        self._facts.append(fact)
-        self._lengths.append(len(line))
-        self._facts_size += len(fact)
-        if len(self._facts) == CHUNK or self._facts_size > CHUNK_BYTES:
-            self._put_facts()
-
-    def _put_facts(self) -> None:
-        chunk = frames.encode_facts(self._facts_offset, self._lengths, self._facts)
-        self._chunks.append((chunk, len(self._facts)))
-        self._facts_offset += sum(self._lengths) + len(self._lengths)
-        self._facts, self._lengths, self._facts_size = [], [], 0
+        self._lines, self._size = [], 0
 
 
-def _fact_of(line: bytes) -> bytes:
-    """Return the facts of a line as JSON; null for a whole line that is not a known event."""
-    try:
-        fact = facts_of(parse_line(line))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning("a line is whole, but no event (%r): %r", error, line[:QUOTED])
-        return b"null"
-    return orjson.dumps((*fact,))
+def crc_of(file: int, end: int) -> int:
+    """Return the CRC-32 of an open file's first `end` bytes."""
+    crc = position = 0
+    while position < end:
+        data = os.pread(file, min(durable.BLOCK, end - position), position)
+        if not data:
+            return -1
+        crc = zlib.crc32(data, crc)
+        position += len(data)
+    return crc
 
 
 def verify(path: Path) -> Footer:
@@ -172,18 +133,13 @@ def verify(path: Path) -> Footer:
         if footer is None:
             assert table.gap is not None
             raise Corrupt(f"{path}: {table.gap.message}")
-        hasher, crc, unpacker = hashlib.sha256(), 0, frames.Unpacker()
+        hasher, unpacker = hashlib.sha256(), frames.Unpacker()
         for index in range(len(table)):
             frame = table[index]
-            start = frame.at - frames.MARK_SIZE
-            data = os.pread(file.fileno(), frames.MARK_SIZE + frame.size, start)
-            crc = zlib.crc32(data, crc)
-            hasher.update(unpacker.unpack(data[frames.MARK_SIZE :], frame.length))
-        at = table.facts_at
-        for size, _ in footer.facts:
-            crc = zlib.crc32(os.pread(file.fileno(), size, at), crc)
-            at += size
-    if hasher.hexdigest() != footer.sha256 or crc != footer.crc:
+            data = os.pread(file.fileno(), frame.size, frame.at)
+            hasher.update(unpacker.unpack(data, frame.length))
+        intact = crc_of(file.fileno(), table.end) == footer.crc
+    if hasher.hexdigest() != footer.sha256 or not intact:
         raise Corrupt(f"{path} is not what its footer says")
     return footer
 
@@ -251,7 +207,7 @@ class _Source:
     """An iterator over the whole lines of an open segment; then `torn` is the torn last one."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self.torn: tuple[int, int] | None = None
+        self.torn: Torn = None
         self._file = file
 
     def __iter__(self) -> Iterator[bytes]:
@@ -259,7 +215,7 @@ class _Source:
         self._file.seek(0)
         for line in self._file:
             if not line.endswith(b"\n"):
-                self.torn = (offset, len(line))
+                self.torn = [offset, len(line)]
                 return
             yield line[:-1]
             offset += len(line)

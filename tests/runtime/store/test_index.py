@@ -274,6 +274,7 @@ def test_statistics_by_group(index: Index) -> None:
         "calls": 100,
         "prompt_tokens": 1000,
         "sampled_tokens": 500,
+        "cached_tokens": 400,
         "errors": 10,
         "infrastructure": 0,
         "mean_seconds": 49.5,

@@ -10,21 +10,19 @@ from hypothesis import strategies as st
 
 from cray_agents.errors import Corrupt
 from cray_agents.runtime.store.segments import frames, sealed
-from cray_agents.runtime.store.segments.line_format import Placed
 from cray_agents.runtime.store.segments.reader import SegmentLine, Segments
 from cray_agents.runtime.store.segments.repair import Finding, check, repair
 from cray_agents.runtime.store.segments.sealed import seal
-from tests.support.store.segment_lines import fact, line, placed, read_all, write_open
+from tests.support.store.segment_lines import line, placed, read_all, write_open
 
 COUNT = 40
 
 
 class Sealed(NamedTuple):
-    """A sealed segment of several frames and chunks of facts, and what is in it."""
+    """A sealed segment of several frames, and what is in it."""
 
     data: bytes
     lines: list[SegmentLine]
-    facts: list[Placed]
     frames: list[frames.Frame]
     end: int  # of the last frame
 
@@ -35,16 +33,13 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Sealed:
     lines = [line(number, 300) for number in range(COUNT)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sealed, "FRAME", 1500)
-        patch.setattr(sealed, "CHUNK", 11)
         target = seal(write_open(directory, "s", lines))
     file = os.open(target, os.O_RDONLY)
     table = frames.read_table(file)
     os.close(file)
-    there = placed("s", lines)
-    facts = [Placed(fact(n, 300), each.place) for n, each in enumerate(there)]
     found = [table[number] for number in range(len(table))]
     assert len(found) == 14
-    return Sealed(target.read_bytes(), there, facts, found, table.facts_at)
+    return Sealed(target.read_bytes(), placed("s", lines), found, table.end)
 
 
 def damaged(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> tuple[Path, Segments]:
@@ -85,7 +80,6 @@ def test_a_flipped_bit(
         assert item.segment == "s"
         assert item.at <= at
     _fetched(segments, intact, lines)
-    _facts_are_right(segments, intact)
 
     findings = list(check(directory))
     assert [finding.kind for finding in findings] == ["lost" if lost else "damaged"]
@@ -106,7 +100,6 @@ def test_a_truncated_file(
     assert lines == in_frames(intact.lines, broken)
     assert len(damage) == 1
     assert damage[0].at <= end
-    assert segments.facts("s") is None
     _fetched(segments, intact, lines)
     findings = list(check(directory))
     assert [finding.kind in ("lost", "damaged") for finding in findings] == [True]
@@ -132,17 +125,18 @@ def test_several_damages_at_once(
         at = int(where * len(data))
         hit.add(at)
         data[at] ^= 1 << bit
-    _, segments = damaged(tmp_path_factory, bytes(data))
+    directory, segments = damaged(tmp_path_factory, bytes(data))
     broken = [
         f
         for f in intact.frames
-        if f.at + f.size > len(data)
-        or any(f.at - frames.MARK_SIZE <= at < f.at + f.size for at in hit)
+        if f.at + f.size > len(data) or any(f.at <= at < f.at + f.size for at in hit)
     ]
     lines, _ = read_all(segments, "s")
-    assert set(in_frames(intact.lines, broken)) <= set(lines) <= set(intact.lines)
-    assert lines == sorted(lines)
-    _fetched(segments, intact, lines)
+    read, whole = [each.data for each in lines], [each.data for each in intact.lines]
+    assert {each.data for each in in_frames(intact.lines, broken)} <= set(read) <= set(whole)
+    assert read == sorted(read, key=whole.index) and lines == sorted(lines)
+    assert segments.fetch([each.place for each in lines]) == read
+    _repaired(directory, list(check(directory)), lines)
 
 
 @pytest.mark.slow
@@ -186,7 +180,7 @@ def test_an_open_segment(
     if seal_it:
         footer = segments.footer("s")
         assert footer is not None
-        assert footer.torn == ((len(data) - torn, torn) if torn else None)
+        assert footer.torn == ([len(data) - torn, torn] if torn else None)
         assert [length + 1 for _, length in footer.bad] == [item.length for item in damage]
         findings = list(check(directory))
         assert [(f.kind, f.offset) for f in findings] == [("lost", d.offset) for d in damage]
@@ -223,17 +217,6 @@ def _fetched(segments: Segments, intact: Sealed, readable: list[SegmentLine]) ->
                 segments.fetch([each.place])
 
 
-def _facts_are_right(segments: Segments, intact: Sealed) -> None:
-    """As they were told, from the first on; or they say that they are damaged."""
-    read_facts: list[Placed] = []
-    try:
-        for batch in segments.facts("s") or ():
-            read_facts += batch
-    except Corrupt:
-        assert len(read_facts) < COUNT
-    assert read_facts == intact.facts[: len(read_facts)]
-
-
 def _repaired(directory: Path, findings: list[Finding], lines: list[SegmentLine]) -> None:
     """All that was readable is there, nothing is wrong any more, and the damaged file is kept."""
     before = {path.read_bytes() for path in directory.iterdir()}
@@ -245,7 +228,5 @@ def _repaired(directory: Path, findings: list[Finding], lines: list[SegmentLine]
     [segment] = segments.list()
     found, damage = read_all(segments, segment.stem)
     assert ([each.data for each in found], damage) == ([each.data for each in lines], [])
-    read_facts = [each.place for batch in segments.facts(segment.stem) or () for each in batch]
-    assert read_facts == [each.place for each in found]
     if findings:
         assert {path.read_bytes() for path in (directory / "damaged").iterdir()} == before

@@ -1,4 +1,4 @@
-"""Segments, open or sealed: read by place and in order, with the facts they carry."""
+"""Segments, open or sealed: read by place and in order."""
 
 import io
 import os
@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from cray_agents.errors import Corrupt, StoreError
 from cray_agents.records import Event
 from cray_agents.runtime.disk.checksums import is_whole
-from cray_agents.runtime.store.segments import reader, sealed
-from cray_agents.runtime.store.segments.facts import FACTS
+from cray_agents.runtime.store.segments import reader
 from cray_agents.runtime.store.segments.line_format import LinePlace, event_in, line_of
 from cray_agents.runtime.store.segments.reader import Moved, SegmentLine, Segments
 from cray_agents.runtime.store.segments.sealed import COMPACTED, seal, write_sealed
-from tests.support.store.segment_lines import fact, line, placed, read_all, write_open
+from tests.support.store.segment_lines import line, placed, read_all, write_open
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(),
@@ -60,21 +59,17 @@ def test_what_is_not_json_is_not_written() -> None:
 @settings(max_examples=40)
 @given(
     sizes=st.lists(st.sampled_from([0, 50, 1000, 30_000, 70_000]), max_size=12),
-    chunk=st.integers(1, 5),
     torn=st.sampled_from([b"", b"{", line(99)[:-1]]),
 )
 def test_round_trip(
-    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], chunk: int, torn: bytes
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], torn: bytes
 ) -> None:
     directory = tmp_path_factory.mktemp("segments")
     lines = [line(number, size) for number, size in enumerate(sizes)]
     path = write_open(directory, "s", lines, torn)
     segments, wanted = Segments(directory), placed("s", lines)
     assert read_all(segments, "s") == (wanted, [])
-    assert segments.facts("s") is None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sealed, "CHUNK", chunk)
-        target = seal(path)
+    target = seal(path)
     assert [child.name for child in directory.iterdir()] == ["s.jsonl.zst"]
     assert [(s.stem, s.path, s.sealed) for s in segments.list()] == [("s", target, True)]
     assert read_all(segments, "s") == (wanted, [])
@@ -83,14 +78,10 @@ def test_round_trip(
             item for item in segments.read("s", start.place.offset) if isinstance(item, SegmentLine)
         ]
         assert rest == wanted[wanted.index(start) :]
-    read_facts = [each for batch in segments.facts("s") or () for each in batch]
-    assert read_facts == [
-        (fact(n, size), w.place) for (n, size), w in zip(enumerate(sizes), wanted, strict=True)
-    ]
     footer = segments.footer("s")
     assert footer is not None
     offset = sum(map(len, lines)) + len(lines)
-    assert footer.torn == ((offset, len(torn)) if torn else None)
+    assert footer.torn == ([offset, len(torn)] if torn else None)
     assert footer.lines == len(lines)
     assert plain(target) == b"".join(each + b"\n" for each in lines)
     segments.close()
@@ -176,11 +167,7 @@ def test_a_segment_that_is_gone_has_moved(tmp_path: Path) -> None:
     assert segments.fetch([place]) == [line(1)]  # from the file as it was
     (tmp_path / "s.jsonl.zst").unlink()
     assert segments.list() == []
-    for asked in (
-        segments.fetch,
-        lambda _: list(segments.read("s")),
-        lambda _: segments.facts("s"),
-    ):
+    for asked in (segments.fetch, lambda _: list(segments.read("s"))):
         with pytest.raises(Moved):
             asked([place])
     assert segments.find("s") is None
@@ -214,25 +201,6 @@ def test_one_segment_takes_the_place_of_others(tmp_path: Path) -> None:
         write_sealed(tmp_path, new, both, ["c"])
     assert [s.stem for s in segments.list()] == ["c", new]
     assert not list(tmp_path.glob(".*"))
-
-
-def test_facts_of_another_version_are_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sealed, "FACTS", FACTS + 1)
-    seal(write_open(tmp_path, "s", [line(1)]))
-    assert Segments(tmp_path).facts("s") is None
-
-
-def test_lines_that_are_no_events_have_no_facts(tmp_path: Path) -> None:
-    strange = line_of(Event(id="x", run_id="r", kind="reward", body={"nonsense": 1}))
-    lines = [line(1), strange, line(2)]
-    seal(write_open(tmp_path, "s", lines))
-    segments = Segments(tmp_path)
-    [batch] = segments.facts("s") or []
-    assert [each.fact.id for each in batch] == ["e1", "e2"]
-    assert segments.fetch([each.place for each in batch]) == [line(1), line(2)]
-    assert read_all(segments, "s") == (placed("s", lines), [])
 
 
 def test_a_listing_agrees_with_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ def call(event_id: str, run_id: str, time: float = 1.0, **about: Any) -> Fact:
         "tags": [],
         "prompt": 10,
         "sampled": 5,
+        "cached": 4,
         "redacted": False,
         "owner": "",
     }
@@ -151,6 +152,7 @@ def _expected_run(run_id: str, facts: Sequence[Fact]) -> RunFacts | None:
         calls=len(calls),
         prompt_tokens=sum(f.about["prompt"] for f in calls),
         sampled_tokens=sum(f.about["sampled"] for f in calls),
+        cached_tokens=sum(f.about["cached"] for f in calls),
         input=about["input"],
         output=about["output"],
         redacted=about["redacted"] or any(f.about["redacted"] for f in calls),
