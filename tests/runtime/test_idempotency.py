@@ -34,10 +34,12 @@ def same(one: Reply, other: Reply) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("samples", [False, True])
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 2}], ids=["whole", "stream", "n"])
 async def test_a_repeat_is_the_same_answer_byte_for_byte(
-    tmp_path: Path, fields: dict[str, Any]
+    tmp_path: Path, fields: dict[str, Any], samples: bool
 ) -> None:
+    fields = fields | {"return_samples": samples}
     async with served(tmp_path, counting()) as gateway:
         first = await gateway.ask("hi", headers=KEY, **fields)
         again = await gateway.ask("hi", headers=KEY, **fields)
@@ -47,6 +49,9 @@ async def test_a_repeat_is_the_same_answer_byte_for_byte(
         assert sampled(gateway) == 1 and len(gateway.store.runs()) == 1
         calls = gateway.calls(first.run_id)
         assert len(calls) == fields.get("n", 1)
+        assert (b'"samples":' in first.body) is samples
+        if "n" not in fields:  # its tokens are on record once
+            assert "prompt_token_ids" not in gateway.store.body(calls[0].id)["reply"]
     async with served(tmp_path, counting()) as gateway:  # the gateway was restarted
         third = await gateway.ask("hi", headers=KEY, **fields)
         assert same(first, third) and sampled(gateway) == 0
