@@ -15,6 +15,7 @@ import orjson
 
 from bench import (
     batches,
+    calls,
     crowd,
     delta,
     disagreement,
@@ -96,6 +97,7 @@ async def agent(home: Path) -> None:
 
 ALL = {
     "agent": agent,
+    "calls": calls.main,
     "crowd": crowd.main,
     "recording": recording.main,
     "store": store,

@@ -50,7 +50,7 @@ class Peak:
 
 
 def _sizes(pid: int, in_engine: bool) -> tuple[float, float]:
-    in_engine = in_engine or "vllm" in _command(pid)
+    in_engine = in_engine or "vllm" in command_of(pid)
     size = _mib(pid)
     engine, own = (size, 0.0) if in_engine else (0.0, size)
     for child in _children(pid):
@@ -85,7 +85,8 @@ def _mib(pid: int) -> float:
     return 0.0
 
 
-def _command(pid: int) -> str:
+def command_of(pid: int) -> str:
+    """The command line of a process, its words divided by zero bytes; "" if it has ended."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_text()
     return ""

@@ -86,6 +86,8 @@ def build_command(
     environment[SILENCE_VARIABLE] = f"{hang_seconds:g}"
     if not gpus:  # hide the GPUs of a node that has some
         environment["CUDA_VISIBLE_DEVICES"] = ""
+        # each length of a packed micro-batch has kernels of its own, and oneDNN keeps 1,024 of them
+        environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "64"
     if allowed := foreign_model.allowed_directories():
         environment[foreign_model.VARIABLE] = os.pathsep.join(map(str, allowed))
     return Command(

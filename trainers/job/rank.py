@@ -4,6 +4,7 @@ The functions below stand in this order. launch.py calls `run` in its process. E
 collective, so all ranks agree on the next one. Read next: training/train_step.py.
 """
 
+import ctypes
 import gc
 import json
 import math
@@ -12,7 +13,7 @@ import resource as limits
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -53,6 +54,7 @@ from cray_agents.training_jobs import Layout
 RECENT = 50  # steps whose gradient norms a new norm is compared with
 EXPLODED = 1000.0  # times the largest recent norm
 ROOM_TRIES, ROOM_PAUSE = 12, 5.0  # seconds between two trials to save on a full disk
+TIDY_STEPS = 8  # after so many steps a process on a CPU returns its free memory
 SMALL = 1.0  # floor for the largest recent norm: smaller gradients are not clipped by default
 
 
@@ -250,6 +252,9 @@ def execute(
                 )
     except Stopped:
         return False
+    finally:
+        if training.on_cpu:
+            return_free_memory()
     return finished
 
 
@@ -391,6 +396,8 @@ def step(
     totals.add(report, seconds, before)
     if is_rank0():
         write_step_event(training, work, report, seconds)
+    if training.on_cpu and training.done % TIDY_STEPS == 0:
+        return_free_memory()
     if training.layout.world > 1 and training.done % progress.STEPS == 0:
         name_straggler(training, work)
     return report.stop
@@ -431,6 +438,16 @@ def write_step_event(
         flops = flops_per_token(work.model, report.length, training.hyper.lora)
         values["mfu"] = rate * flops / (peak * training.layout.world)
     work.journal.event("step", **values)
+
+
+def return_free_memory() -> None:
+    """Return this process's free memory to the system, which glibc keeps: soon more than is used.
+
+    Each step packs its sequences to another length, so what one step frees is of little use to the
+    next.
+    """
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def memory_gib(on_cpu: bool) -> float:
