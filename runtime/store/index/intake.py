@@ -312,7 +312,7 @@ def _values(
     facts = row.merged.facts(row.run_id)
     merged = row.merged.dumps()
     if facts is None:
-        hidden = (row.description, None, 0, None, 0, 0, 0, 0, None, merged)
+        hidden = (row.description, None, 0, None, 0, 0, 0, 0, 0, None, merged)
         return (0, *row.columns[1:]), hidden
 
     known = codes.names

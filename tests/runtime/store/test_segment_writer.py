@@ -38,7 +38,6 @@ async def test_what_is_submitted_is_there_and_told(tmp_path: Path) -> None:
     assert [each.fact.id for each in announced[:3]] == ["e0", "e1000", "e1"]
     assert [s.sealed for s in segments.list()] == [True]
     assert read_all(segments, segment.stem) == (placed(segment.stem, wanted), [])
-    assert [each for batch in segments.facts(segment.stem) or () for each in batch] == announced
 
 
 async def test_files_are_left_when_they_are_large_or_old(tmp_path: Path) -> None:
