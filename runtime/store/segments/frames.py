@@ -32,7 +32,7 @@ SKIPPABLE, FOOTER, TRAILER = 0x184D2A50, 0x184D2A55, 0x184D2A56
 MAGIC = b"\x28\xb5\x2f\xfd"  # begins a zstd frame
 LEVEL = 3
 VERSION, MARKED = b"segment2", b"segment1"
-MARK_SIZE = 32  # bytes before each zstd frame of a MARKED file
+MARK_SIZE = 28  # bytes before each zstd frame of a MARKED file
 WINDOW = 2**20  # bytes read at once where the footer is lost
 LONGEST = 2**40  # bytes of a frame's lines: a header that tells of more is damaged
 

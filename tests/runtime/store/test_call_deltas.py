@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from cray_agents.queries import RunQuery
 from cray_agents.records import Event
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.call_deltas import KnownCalls, WholeCalls
+from cray_agents.runtime.store.index import cache_of
 from cray_agents.runtime.store.segments.line_format import event_in, line_of
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -84,8 +86,8 @@ async def test_a_run_grows_with_what_is_new(
         )
         sizes.append(segments(home))
         await store.close()
-        again = Store(home, "again")  # sealed, and an index made from it
-        again.index.path.unlink(missing_ok=True) if hasattr(again.index, "path") else None
+        shutil.rmtree(cache_of(home).parent)
+        again = Store(home, "again")  # sealed, and with an index made from its lines
         assert [c.model_dump() for c in again.run("r").calls] == [c.model_dump() for c in run.calls]
         await again.close()
     assert sizes[1] < 2.1 * sizes[0]
