@@ -34,6 +34,7 @@ from bench import (
     swap,
     training,
     trajectories,
+    turns,
     waits,
 )
 from bench.bfcl import arms as bfcl
@@ -98,6 +99,7 @@ async def agent(home: Path) -> None:
 ALL = {
     "agent": agent,
     "calls": calls.main,
+    "turns": turns.main,
     "crowd": crowd.main,
     "recording": recording.main,
     "store": store,

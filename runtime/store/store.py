@@ -78,6 +78,7 @@ class Store(RunStatistics):
         self.home = home
         self.conversations = Conversations()
         self._known_calls = KnownCalls()
+        self._last_read: tuple[Any, dict[str, dict[str, Any]]] = (None, {})
         self.segments = Segments(home.segments)
         self.identity = identity_of(home)
         self.index = Index(cache_of(home), self.identity)
@@ -259,10 +260,18 @@ class Store(RunStatistics):
         return self.retry(read)
 
     def _written_calls(self, run_id: str) -> dict[str, dict[str, Any]]:
-        """Return the readable calls of a run, as they are written, by id. Raises Moved."""
-        places = self.index.places([run_id]).get(run_id)
-        events = map(event_in, self._readable(places.calls if places else ()))
-        return {event["id"]: event for event in events}
+        """Return the readable calls of a run, as they are written, by id. Raises Moved.
+
+        The last run's are kept: a page of a run is mostly followed by another one of it.
+        """
+        found = self.index.places([run_id]).get(run_id)
+        key = run_id, found.calls if found else ()
+        kept, events = self._last_read
+        if kept != key:
+            events = {event["id"]: event for event in map(event_in, self._readable(key[1]))}
+            if len(events) == len(key[1]):
+                self._last_read = key, events
+        return events
 
     def _readable(self, places: Sequence[LinePlace]) -> Iterator[bytes]:
         """Yield the lines at places, without damaged ones."""
