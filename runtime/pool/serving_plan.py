@@ -43,6 +43,8 @@ FAST = {
 #: Readers that need CUDA; the other one streams to any device.
 _CUDA = {"instanttensor", "fastsafetensors"}
 PLAIN = (AUTO, "safetensors")
+#: Flags that a KV tier does not go with.
+_NO_TIER = ("--kv-transfer-config", "--kv_transfer_config", "--no-enable-prefix-caching")
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,19 @@ def check_fast_rollouts(config: Config, *, gpu: bool) -> None:
             f"speculative = {draft!r} is neither ngram nor a directory with {CONFIG}: give that of"
             " a draft model, or of an EAGLE head"
         )
+
+
+def check_kv_tier(config: Config, *, sleeps: bool) -> None:
+    """Refuse a KV tier beside what vLLM cannot do with it. Raises SetupError."""
+    own = next((f for f in config.engine_args if f.startswith(_NO_TIER)), "")
+    refused = {
+        "router_replay": config.router_replay,  # files have blocks without their experts' names
+        "replica_nodes": config.replica_nodes > 1,  # vLLM keeps blocks in one host's memory
+        "share_gpus = 'turns' and replica_warm": sleeps,  # never seen to survive a sleep
+        f"engine_args with {own}": own,
+    }
+    if config.kv_tier is not None and (beside := [name for name in refused if refused[name]]):
+        raise SetupError(f"kv_tier does not go with {' and '.join(beside)}: leave one of them out")
 
 
 def _has_package(name: str) -> bool:
