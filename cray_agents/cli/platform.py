@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from prometheus_client.parser import text_string_to_metric_families
 
 from cray_agents.cli.options import Commands, given
 from cray_agents.cli.platform_access import platform_client
@@ -35,7 +34,6 @@ from cray_agents.server.platform_process import (
     wait_until_ready,
     wait_until_waiting,
 )
-
 
 #: Columns of `status`, by the names in the replicas' metrics.
 TIER_COLUMNS = {
@@ -278,6 +276,8 @@ def _show_status() -> None:
 
 def tier_rows(metrics: str) -> list[dict[str, Any]]:
     """Return what each replica had of the KV tier, by the replicas' metrics."""
+    from prometheus_client.parser import text_string_to_metric_families
+
     rows: dict[str, dict[str, Any]] = {}
     for sample in (s for f in text_string_to_metric_families(metrics) for s in f.samples):
         if (replica := sample.labels.get("replica")) is not None:

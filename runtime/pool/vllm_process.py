@@ -73,7 +73,8 @@ class EngineSettings:
     without a byte of an answer. `kv_cache_gib`: on CPU only. `max_lora_rank`: largest rank of an
     adapter beside the weights; 0: no adapters. `sleeps`: jobs train on the same GPU by turns.
     `transfer`: how weights come from a training session; None: in files. `kv_tier`: the folder of
-    the KV tier, its quota and its memory on the host in GiB. `program`: starts the server, in place of this Python with vllm_plugins/server.py, with the same arguments.
+    the KV tier, its quota and its memory on the host in GiB. `program`: starts the
+    server, in place of this Python with vllm_plugins/server.py, with the same arguments.
     """
 
     max_model_len: int = 1024
@@ -465,6 +466,7 @@ def _tier_arguments(settings: EngineSettings, checkpoint: Path, dtype: str) -> t
     tiers = gpu if has_gpu_build() else {"spec_name": "HostTieringSpec", "spec_module_path": _TIER}
     memory = int(settings.kv_tier_memory_gib * 2**30)
     extra = tiers | {"cpu_bytes_to_use": memory, "secondary_tiers": [files]}
+    extra["offload_prompt_only"] = False  # an answer is a part of the next turn's prompt
     connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     return (
         "--kv-transfer-config",

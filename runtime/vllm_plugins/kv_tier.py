@@ -2,15 +2,15 @@
 
 vLLM's tiered offloading copies blocks of the KV cache to memory of the host, and from there to
 `CheckedFiles`. runtime/pool/vllm_process.py names both in vLLM's command line. scheduler.py says
-whose weights compute a request's blocks, by their hash: TIER in its `kv_transfer_params`; a request
-without it neither loads nor stores.
+whose weights compute a request's blocks, by their hash: TIER in its `kv_transfer_params`. Without
+it a request neither loads nor stores.
 
     FOLDER/<hash of weights>/<hash of what else decides>/<2 digits>/<key>.kv
 
-A file is a block and a page that names what decides its content, its key and the CRC of its bytes.
+A file is a block, and a page that names what decides its content, its key and the CRC of its bytes.
 If anything differs, the file is removed, and the block is computed. Threads do all input and
-output. A file system that is full, missing or slow costs hits: the tier then rests for a while. It
-is never waited for longer than PATIENCE. Hosts share a folder without a lock: a file appears whole,
+output. A file system that is full, missing or slow costs hits: the tier rests for a while, and is
+never waited for longer than PATIENCE. Hosts share a folder without a lock: a file appears whole,
 loads touch it, and whoever has written a share of the quota removes what was not used for longest.
 """
 
@@ -78,35 +78,33 @@ log = init_logger(__name__)
 class _Job:
     """A transfer of blocks by several threads. The scheduler may end it before they do.
 
-    Memory of the host is touched under `lock` while the job is not `over`.
+    Threads touch the host's memory under `lock`, and only while the job is not `over`.
     """
 
     def __init__(self, transfer: Any, blocks: int) -> None:
         self.id, self.keys, self.loads = transfer.job_id, transfer.keys, transfer.is_promotion
-        self.lock = threading.Lock()
-        self.began = time.monotonic()
+        self.lock, self.began = threading.Lock(), time.monotonic()
         self.left = blocks
-        self.good: list[Any] = []  # keys
+        self.good: list[bytes] = []  # keys
         self.over = False
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
-    """Looks for files in a thread of its own."""
+    """Looks for files, in a thread of its own."""
 
     def __init__(self, tier: "CheckedFiles") -> None:
         self._tier = tier
         super().__init__(tier.tier_type)
 
-    def batch_lookup(self, keys: list[Any], req_context: Any) -> Iterable[bool]:
-        return [os.path.exists(self._tier.path(key, req_context)) for key in keys]
+    def batch_lookup(self, keys: list[bytes], req_context: Any) -> Iterable[bool]:
+        return [self._tier.path(key, req_context).exists() for key in keys]
 
 
 class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]
-    """The files below vLLM's memory tier. vLLM's scheduler calls it, and it never blocks.
+    """The files below vLLM's memory tier. vLLM's scheduler calls it, and is never held up.
 
-    `folder` and its mark are made by `up`. `quota`: bytes of all that share the folder. `computes`:
-    a hash of the settings that decide what a block of given weights and tokens holds. Raises
-    ValueError for a quota that holds almost nothing.
+    `up` makes `folder`. `quota`: bytes of all that share it. `computes`: a hash of the settings
+    that decide what a block holds. Raises ValueError for a quota that holds almost nothing.
     """
 
     medium = Medium.STORAGE
@@ -123,12 +121,11 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]
         computes: str,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        self._folder, self._quota = folder, quota
-        self._size = self.block_size_bytes
+        self._folder, self._quota, self._size = Path(folder), quota, self.block_size_bytes
         if quota < _FEWEST * (self._size + PAGE):
             raise ValueError(
                 f"kv_tier_gib: {quota / 2**30:.3g} GiB hold fewer than {_FEWEST} blocks of "
-                f"{self._size / 2**20:.3g} MiB, as this model has: give it more"
+                f"{self._size / 2**20:.3g} MiB, which this model has: give it more"
             )
         self._place = _place(offloading_spec, computes, self._size)
         self._memory = primary_kv_view.cast("B")
@@ -136,8 +133,7 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]
         self._direct = os.O_DIRECT if probe_o_direct(folder) else 0
         self._own = secrets.token_hex(4)  # in the names of drafts
         self._lock = threading.Lock()  # of the three below
-        self._queued = 0  # blocks that wait to be written
-        self._unseen = 0  # bytes written since the last look at the quota
+        self._queued, self._unseen = 0, 0  # blocks to write; bytes since the last look at the quota
         self._counts: Counter[str] = Counter()
         self._full = False
         self._spoke = self._rest_until = self._no_stores_until = -REST
@@ -153,51 +149,46 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]
         threading.Thread(target=self._keep_quota, name="kv-tier-quota", daemon=True).start()
         _unlink_memory(offloading_spec)
 
-    def path(self, key: bytes, req_context: Any) -> str:
+    def path(self, key: bytes, req_context: Any) -> Path:
         """Return the file of a block of a request."""
         name = key.hex()
-        return f"{self._folder}/{_weights(req_context)}/{self._place[:16]}/{name[:2]}/{name}.kv"
+        place = f"{_weights(req_context)}/{self._place[:16]}/{name[:2]}/{name}.kv"
+        return self._folder / place
 
-    # ---- called by vLLM's scheduler
+    # ---- what vLLM's scheduler calls
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """Ask for nothing special."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Forget a request."""
         self._waiting.pop(req_context.req_id, None)
         self._lookups.cleanup(req_context.req_id)
 
+    def on_schedule_end(self, context: Any) -> None:
+        self._lookups.flush()
+
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
         """Say whether a block has a file; RETRY until that is known, for PATIENCE at most."""
-        if not _weights(req_context) or time.monotonic() < self._rest_until:
+        now = time.monotonic()
+        if not _weights(req_context) or now < self._rest_until:
             return LookupResult.MISS
         found = self._lookups.lookup(key, req_context)
         if found is None:
-            now = time.monotonic()
             if now - self._waiting.setdefault(req_context.req_id, now) <= PATIENCE:
                 return LookupResult.RETRY
             self._rest(f"does not answer within {PATIENCE:g} s")
         self._waiting.pop(req_context.req_id, None)
         return LookupResult.HIT if found else LookupResult.MISS
 
-    def on_schedule_end(self, context: Any) -> None:
-        """Hand the step's lookups to their thread."""
-        self._lookups.flush()
-
     def submit_load(self, job_metadata: Any) -> None:
-        """Begin to load blocks into the host's memory."""
         self._begin(job_metadata, len(job_metadata.keys), self._loaders, self._load)
 
     def submit_store(self, job_metadata: Any) -> None:
         """Begin to write blocks; those that do not fit the queue are left out."""
-        now = time.monotonic()
-        rests = now < self._rest_until or now < self._no_stores_until
+        rests = time.monotonic() < max(self._rest_until, self._no_stores_until)
         with self._lock:
-            room = max(0, self._most - self._queued)
+            count = max(0, min(self._most - self._queued, len(job_metadata.keys)))
             if rests or not _weights(job_metadata.req_context):
-                room = 0
-            count = min(room, len(job_metadata.keys))
+                count = 0
             self._queued += count
         self._begin(job_metadata, count, self._storers, self._store)
 
@@ -216,18 +207,18 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]
             yield JobResult(
                 job_id=job.id,
                 success=len(good) == len(job.keys),
-                successful_keys=tuple(job.good) or None,
+                successful_keys=tuple(good) or None,
                 transfer_time=now - job.began,
                 transfer_bytes=len(good) * self._size,
             )
 
     def drain_jobs(self) -> None:
-        """End all jobs: from now on no thread touches the host's memory for them."""
+        """End all jobs: no thread touches the host's memory for them any more."""
         for job in self._jobs.values():
             self._end(job)
 
     def shutdown(self) -> None:
-        """End all jobs; threads that hang are left to the end of the process."""
+        """End all jobs; a thread that hangs is left to the end of the process."""
         self.drain_jobs()
         for pool in (self._loaders, self._storers):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -236,10 +227,9 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        """Return what `get_stats` counts."""
         return {_METRIC + name: OffloadingCounterMetadata(t) for name, t in _COUNTERS.items()}
 
-    def get_stats(self) -> OffloadingConnectorStats | None:
+    def get_stats(self) -> OffloadingConnectorStats:
         """Return and reset the counts."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
@@ -255,16 +245,24 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]
         job = self._jobs[transfer.job_id] = _Job(transfer, count)
         if not count:
             self._end(job)
-        blocks = zip(transfer.keys, transfer.chunk_ids, range(count), strict=False)
-        for key, chunk, _ in blocks:
+        for key, chunk in [*zip(transfer.keys, transfer.chunk_ids, strict=True)][:count]:
             path = self.path(key, transfer.req_context)
             pool.submit(self._run, work, job, path, key, int(chunk) * self._size)
 
-    def _run(self, work: Callable[..., bool], job: _Job, path: str, key: Any, offset: int) -> None:
-        """In a thread: transfer a block, and note it."""
+    def _end(self, job: _Job) -> bool:
+        """End a job; return False if it was over."""
+        with job.lock:
+            if job.over:
+                return False
+            job.over = True
+            self._ended.append(job)
+            return True
+
+    def _run(self, work: Callable[..., bool], job: _Job, path: Path, key: Any, at: int) -> None:
+        """In a thread: transfer a block between its file and the host's memory, and note it."""
         good = False
         try:
-            good = not job.over and work(job, path, key, offset)
+            good = not job.over and work(job, path, key, slice(at, at + self._size))
         except OSError as error:
             self._note(error, job)
         if not job.loads:
@@ -274,91 +272,79 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]
             if good:
                 job.good.append(key)
             job.left -= 1
-            if job.left == 0 and not job.over:
-                job.over = True
-                self._ended.append(job)
+        if job.left == 0:
+            self._end(job)
 
-    def _end(self, job: _Job) -> bool:
-        """End a job if it is not over; tell whether it was not."""
-        with job.lock:
-            if job.over:
-                return False
-            job.over = True
-            self._ended.append(job)
-            return True
-
-    def _load(self, job: _Job, path: str, key: bytes, offset: int) -> bool:
-        page = self._buffer()
+    def _load(self, job: _Job, path: Path, key: bytes, at: slice) -> bool:
+        content = self._buffer()
+        block, seal = content[: self._size], content[self._size :]
         try:
             file = os.open(path, os.O_RDONLY | self._direct)
         except FileNotFoundError:
             return False
         try:
-            read, status = os.readv(file, [page]), os.fstat(file)
+            read, status = os.readv(file, [content]), os.fstat(file)
             if time.time() - status.st_mtime > _USED_AGAIN:
                 with suppress(OSError):  # a read-only file system
                     os.utime(file)
         finally:
             os.close(file)
-        block = page[: self._size]
-        if read != len(page) or status.st_size != read or page[self._size :] != self._seal(
-            key, block
-        ):
-            with suppress(OSError):
-                os.unlink(path)
+        if not read == status.st_size == len(content) or seal != self._seal(key, block):
+            path.unlink(missing_ok=True)
             self._count(damaged_blocks=1)
             return False
         with job.lock:
             if job.over:
                 return False
-            self._memory[offset : offset + self._size] = block
+            self._memory[at] = block
         self._count(loaded_blocks=1, loaded_bytes=self._size)
         return True
 
-    def _store(self, job: _Job, path: str, key: bytes, offset: int) -> bool:
-        if os.path.exists(path):
+    def _store(self, job: _Job, path: Path, key: bytes, at: slice) -> bool:
+        if path.exists():
             return True
-        page = self._buffer()
+        content = self._buffer()
+        block = content[: self._size]
         with job.lock:
             if job.over:
                 return False
-            page[: self._size] = self._memory[offset : offset + self._size]
-        page[self._size :] = self._seal(key, page[: self._size])
-        draft = f"{path}.{self._own}-{threading.get_ident():x}.tmp"
+            block[:] = self._memory[at]
+        content[self._size :] = self._seal(key, block)
+        draft = path.with_suffix(f".{self._own}-{threading.get_ident():x}.tmp")
         file = self._create(draft)
         try:
             try:
-                if os.write(file, page) != len(page):
+                if os.write(file, content) != len(content):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             finally:
                 os.close(file)
-            os.replace(draft, path)
+            draft.replace(path)
         except OSError:
             with suppress(OSError):
-                os.unlink(draft)
+                draft.unlink()
             raise
-        self._count(stored_bytes=len(page))
+        self._count(stored_bytes=len(content))
         with self._lock:
-            self._unseen += len(page)
+            self._unseen += len(content)
             if self._unseen > _LOOK_SHARE * self._quota:
                 self._look.set()
         return True
 
-    def _create(self, draft: str) -> int:
+    def _create(self, draft: Path) -> int:
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | self._direct
         try:
             return os.open(draft, flags, 0o600)
         except FileNotFoundError:
-            os.stat(f"{self._folder}/{TIER_MARK}")  # or the disk is not mounted
-            os.makedirs(os.path.dirname(draft), 0o700, exist_ok=True)
+            (self._folder / TIER_MARK).stat()  # raises where the disk is not mounted
+            draft.parent.mkdir(0o700, parents=True, exist_ok=True)
             return os.open(draft, flags, 0o600)
 
     def _buffer(self) -> memoryview:
         """Return this thread's memory for a file's content, aligned for direct I/O."""
-        if not hasattr(self._thread, "page"):
-            self._thread.page = memoryview(mmap.mmap(-1, self._size + PAGE))
-        page: memoryview = self._thread.page
-        return page
+        if not hasattr(self._thread, "content"):
+            self._thread.content = memoryview(mmap.mmap(-1, self._size + PAGE))
+        content: memoryview = self._thread.content
+        return content
 
     def _seal(self, key: bytes, block: memoryview) -> bytes:
         """Return the page behind a block."""
@@ -388,7 +374,7 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]
     def _say(self, what: str) -> None:
         if time.monotonic() - self._spoke > REST:
             self._spoke = time.monotonic()
-            log.warning("the KV tier at %s %s. That costs hits, and nothing else", self._folder, what)
+            log.warning("the KV tier at %s %s. It costs hits, and nothing else", self._folder, what)
 
     def _keep_quota(self) -> None:
         """In a thread: look at the quota at the start, and whenever a share of it was written."""
@@ -403,55 +389,51 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]
                 self._say(f"cannot be looked through: {error.strerror}")
 
     def _evict(self) -> None:
-        """Remove the files that were not used for longest, beyond the quota or of a full disk."""
-        files, total, now = [], 0, time.time()
+        """Remove what was not used for longest, beyond the quota or where the disk is full."""
+        files, total, long_ago = [], 0, time.time() - _ABANDONED
         for folder, _, names in os.walk(self._folder):
-            for name in names:
-                if name.endswith((".kv", ".tmp")):
-                    path = f"{folder}/{name}"
-                    with suppress(FileNotFoundError):  # another host was faster
-                        status = os.stat(path)
-                        if name.endswith(".tmp") and now - status.st_mtime > _ABANDONED:
-                            os.unlink(path)
-                            continue
-                        files.append((status.st_mtime, status.st_size, path))
-                        total += status.st_size
+            for path in (Path(folder, name) for name in names if name.endswith((".kv", ".tmp"))):
+                with suppress(FileNotFoundError):  # another host was faster
+                    status = path.stat()
+                    if path.suffix == ".tmp" and status.st_mtime < long_ago:
+                        path.unlink()
+                        continue
+                    files.append((status.st_mtime, status.st_size, path))
+                    total += status.st_size
         full, self._full = self._full, False
         if total <= self._quota and not full:
             return
         wanted = _KEPT_SHARE * min(self._quota, total)
         for _, size, path in sorted(files):
             if total <= wanted:
-                break
+                return
             with suppress(FileNotFoundError):
-                os.unlink(path)
+                path.unlink()
                 self._count(evicted_bytes=size)
             total -= size
 
 
 def _weights(req_context: Any) -> str:
     """Return the hash of the weights that compute a request's blocks; "": they are not kept."""
-    return (req_context.kv_transfer_params or {}).get(TIER, "")
+    return str((req_context.kv_transfer_params or {}).get(TIER, ""))
 
 
 def _place(spec: Any, computes: str, size: int) -> str:
     """Return a hash of what decides a block's bytes, beside weights and tokens."""
-    config = spec.config
     about = FileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk).get_run_config()
     del about["model_name"]  # a path, which replicas of the same weights need not share
     about |= {"vllm": vllm.__version__, "computes": computes, "size": size}
-    about |= {"layout": config.kv_cache_layout, "device": current_platform.get_device_name()}
-    if current_platform.is_cpu():  # vLLM's attention packs keys by the instructions that there are
+    about |= {"layout": spec.config.kv_cache_layout, "device": current_platform.get_device_name()}
+    if current_platform.is_cpu():  # its attention packs keys by the instructions that there are
         about["cpu"] = torch.backends.cpu.get_cpu_capability()
         about["amx"] = torch.cpu._is_amx_tile_supported()
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 def _unlink_memory(spec: Any) -> None:
-    """Remove the name of the memory tier's file in /dev/shm.
+    """Remove the name of the memory tier in /dev/shm, which vLLM leaves there when it is killed.
 
-    All workers have opened it before the scheduler. So it goes with the processes, however they
-    end; vLLM leaves it behind when they are killed.
+    The workers have opened it before the scheduler; so it goes with the processes.
     """
     region = getattr(spec, "_scheduler_mmap", None)
     if region is not None and not region._creator:
@@ -462,13 +444,10 @@ class HostTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
     """vLLM's tiered offloading where it computes on the CPU, which its own spec refuses."""
 
     def get_worker(self, kv_caches: Any) -> "HostCopies":
-        """Return what copies between vLLM's KV cache and the memory tier, made once."""
+        """Return what copies between vLLM's KV cache and the memory tier. Raises ValueError."""
         if self._worker is None:
             if not self.num_chunks:
-                raise ValueError(
-                    "kv_tier_memory_gib holds no block of "
-                    f"{self.kv_bytes_per_chunk / 2**20:.3g} MiB: give it more"
-                )
+                raise ValueError("kv_tier_memory_gib holds no block of this model: give it more")
             region = SharedOffloadRegion(
                 engine_id=self.config.engine_id,
                 num_chunks=self.num_chunks,
@@ -476,7 +455,7 @@ class HostTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
                 kv_bytes_per_chunk=self.kv_bytes_per_chunk,
                 cpu_page_size=self.cpu_page_size_per_worker,
             )
-            region._creator = False  # _unlink_memory removes its name
+            region._creator = False  # else it looks for the name that _unlink_memory has removed
             self._worker = HostCopies(kv_caches, region, self.blocks_per_chunk)
         return self._worker
 
@@ -486,35 +465,31 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]
 
     def __init__(self, kv_caches: Any, region: Any, blocks_per_chunk: int) -> None:
         self._region, self._per_chunk = region, blocks_per_chunk
-        self._done: list[TransferResult] = []
         self._groups = kv_caches.group_data_refs
-        self._tensors = []  # [blocks, bytes], and in the memory tier [chunks, blocks_per_chunk, bytes]
+        self._done: list[TransferResult] = []
+        self._tensors = []  # [blocks, bytes]; in the memory tier [chunks, blocks a chunk, bytes]
         for cache in kv_caches.tensors:
             kept = region.create_next_worker_view(cache.page_size_bytes * blocks_per_chunk)
             self._tensors.append((cache.tensor, kept.unflatten(1, (blocks_per_chunk, -1))))
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Copy blocks into the memory tier."""
         return self._copy(job_id, src_spec, dst_spec, stores=True)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Copy blocks from the memory tier."""
         return self._copy(job_id, dst_spec, src_spec, stores=False)
 
     def _copy(self, job_id: int, cache: Any, memory: Any, *, stores: bool) -> bool:
         """`cache` lists blocks group by group; the first one may be within a chunk of `memory`."""
         began, copied, blocks, chunks = time.perf_counter(), 0, 0, 0
-        for refs, size, first in zip(
-            self._groups, cache.group_sizes, cache.block_indices, strict=True
-        ):
+        groups = zip(self._groups, cache.group_sizes, cache.block_indices, strict=True)
+        for refs, size, first in groups:
             if not size:
                 continue
             at = np.arange(size) + first % self._per_chunk
             rows = memory.block_ids[chunks + at // self._per_chunk].astype(np.int64)
-            chunks += int(at[-1]) // self._per_chunk + 1
             places = torch.from_numpy(rows), torch.from_numpy(at % self._per_chunk)
             ids = torch.from_numpy(cache.block_ids[blocks : blocks + size].astype(np.int64))
-            blocks += size
+            blocks, chunks = blocks + size, chunks + int(at[-1]) // self._per_chunk + 1
             for ref in refs:
                 tensor, kept = self._tensors[ref.tensor_idx]
                 if stores:
@@ -527,14 +502,12 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the copies since the last call: each is whole when it was submitted."""
         done, self._done = self._done, []
         return done
 
     def wait(self, job_ids: set[int]) -> None:
-        """Return at once."""
+        """Return at once: each copy is whole when it was submitted."""
 
     def shutdown(self) -> None:
-        """Give the memory back."""
         self._tensors.clear()
         self._region.cleanup()

@@ -166,6 +166,12 @@ class LeanScheduler(Scheduler):  # type: ignore[misc]
             self.waiting.remove_request(request)
             self._postponed.add_request(request)
 
+    def has_finished_requests(self) -> bool:
+        """Tell whether finished requests are to be cleared; vLLM takes postponed ones for such."""
+        live = sum(self.get_request_counts()) + len(self._postponed or ())
+        left = self.connector is not None and len(self.requests) > live
+        return bool(self.finished_req_ids) or left
+
     def send_logprobs(self, request_ids: list[str]) -> None:
         """Send the kept logprobs of these requests with their next tokens, and keep no more."""
         self._awaited.update(self._logprobs.keys() & set(request_ids))

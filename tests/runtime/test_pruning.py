@@ -171,6 +171,19 @@ def test_records_of_what_was_pruned_stay(site: Site) -> None:
         assert refused.value.code == "pruned"
 
 
+def test_kv_in_files_goes_with_its_weights(site: Site, tmp_path: Path) -> None:
+    row(site, 3)
+    hashes = [version.weights_sha256 for version in site.registry.versions("calc")]
+    for name in (*hashes, "not-ours"):
+        (tmp_path / "kv" / name).mkdir(parents=True)
+        (tmp_path / "kv" / name / "block.kv").write_bytes(bytes(100))
+    assert site.prune(kv_tier=tmp_path / "kv", dry_run=True).blocks == {}
+    done = site.prune(kv_tier=tmp_path / "kv")
+    assert site.left == [1, 3] and done.blocks == {site.folder(2).name: 100}
+    left = {path.name for path in (tmp_path / "kv").iterdir()}
+    assert left == {hashes[0], hashes[2], "not-ours"} and len(set(hashes)) == 3
+
+
 def test_what_was_pruned_can_be_taken_in_again(site: Site) -> None:
     row(site, 3)
     site.registry.promote("calc", 2)

@@ -13,6 +13,7 @@ from cray_agents.runtime.pool.serving_plan import (
     ServedModel,
     ServingDevice,
     check_fast_rollouts,
+    check_kv_tier,
     plan_serving,
 )
 from cray_agents.runtime.pool.vllm_process import EngineSettings, command
@@ -166,6 +167,24 @@ def test_fp8_and_speculative_decoding_are_refused_where_they_cannot_be(
 ) -> None:
     with pytest.raises(SetupError, match=why):
         check_fast_rollouts(load_config(settings, tmp_path), gpu=gpu)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sleeps", "why"),
+    [
+        ({"router_replay": True}, False, "router_replay"),
+        ({"replica_nodes": 2}, False, "replica_nodes"),
+        ({}, True, "share_gpus"),
+        ({"engine_args": ["--no-enable-prefix-caching"]}, False, "--no-enable-prefix-caching"),
+    ],
+)
+def test_a_kv_tier_is_refused_beside_what_vllm_cannot_do_with_it(
+    tmp_path: Path, settings: dict[str, Any], sleeps: bool, why: str
+) -> None:
+    check_kv_tier(load_config(settings, tmp_path), sleeps=sleeps)
+    settings = settings | {"kv_tier": str(tmp_path / "kv")}
+    with pytest.raises(SetupError, match=f"kv_tier does not go with .*{why}"):
+        check_kv_tier(load_config(settings, tmp_path), sleeps=sleeps)
 
 
 def test_fp8_and_speculative_decoding_on_a_gpus_command_line(tmp_path: Path) -> None:
