@@ -47,7 +47,7 @@ async def main(home: Path) -> None:
     manifest_of(model)
     prepare_kv_tier(tier)
     settings = EngineSettings(
-        max_model_len=8192, kv_cache_gib=2, threads=1, kv_tier=tier, kv_tier_memory_gib=1
+        max_model_len=8192, kv_cache_gib=0.5, threads=1, kv_tier=tier, kv_tier_memory_gib=0.5
     )
     probe, pools = golden_probe(model), []
     for number in range(2):

@@ -57,7 +57,6 @@ PATIENCE = 5.0  # seconds for a lookup, or for the transfer of a request's block
 REST = 60.0  # seconds without the tier after it has failed; also between two lines in the log
 PAGE = mmap.PAGESIZE
 _LOADERS, _STORERS = 8, 4  # threads
-_QUEUED_BYTES = 2**28  # that wait to be written, at most, and at most a quarter of the memory tier
 _FEWEST = 16  # blocks that the quota must hold
 _LOOK_SHARE, _KEPT_SHARE = 1 / 20, 0.9  # of the quota: written before a look; left by an eviction
 _USED_AGAIN = 60.0  # seconds until another use is noted
@@ -129,7 +128,7 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]
             )
         self._place = _place(offloading_spec, computes, self._size)
         self._memory = primary_kv_view.cast("B")
-        self._most = max(1, min(_QUEUED_BYTES // self._size, len(primary_kv_view) // 4))
+        self._most = len(primary_kv_view) // 2  # blocks that wait to be written; vLLM pins them
         self._direct = os.O_DIRECT if probe_o_direct(folder) else 0
         self._own = secrets.token_hex(4)  # in the names of drafts
         self._lock = threading.Lock()  # of the three below
@@ -196,7 +195,7 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]
         """Yield the jobs that have ended; end those that take too long."""
         now = time.monotonic()
         for job in self._jobs.values():
-            if now - job.began > PATIENCE and self._end(job):
+            if now - job.began > PATIENCE and self._end(job) and job.loads:
                 self._rest(f"takes more than {PATIENCE:g} s for {len(job.keys)} blocks")
         while self._ended:
             job = self._ended.popleft()
@@ -245,8 +244,12 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]
         job = self._jobs[transfer.job_id] = _Job(transfer, count)
         if not count:
             self._end(job)
-        for key, chunk in [*zip(transfer.keys, transfer.chunk_ids, strict=True)][:count]:
-            path = self.path(key, transfer.req_context)
+        context = transfer.req_context
+        blocks = [*zip(transfer.keys, transfer.chunk_ids, strict=True)]
+        # what comes first in the prompt is of use without the rest
+        blocks.sort(key=lambda block: context.get_offload_key_position(block[0]) or 0)
+        for key, chunk in blocks[:count]:
+            path = self.path(key, context)
             pool.submit(self._run, work, job, path, key, int(chunk) * self._size)
 
     def _end(self, job: _Job) -> bool:
@@ -456,21 +459,21 @@ class HostTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
                 cpu_page_size=self.cpu_page_size_per_worker,
             )
             region._creator = False  # else it looks for the name that _unlink_memory has removed
-            self._worker = HostCopies(kv_caches, region, self.blocks_per_chunk)
+            self._worker = HostCopies(kv_caches, region)
         return self._worker
 
 
 class HostCopies(OffloadingWorker):  # type: ignore[misc]
     """Copies blocks within this host's memory, between two steps of the model."""
 
-    def __init__(self, kv_caches: Any, region: Any, blocks_per_chunk: int) -> None:
-        self._region, self._per_chunk = region, blocks_per_chunk
-        self._groups = kv_caches.group_data_refs
+    def __init__(self, kv_caches: Any, region: Any) -> None:
+        self._region, self._groups = region, kv_caches.group_data_refs
         self._done: list[TransferResult] = []
-        self._tensors = []  # [blocks, bytes]; in the memory tier [chunks, blocks a chunk, bytes]
-        for cache in kv_caches.tensors:
-            kept = region.create_next_worker_view(cache.page_size_bytes * blocks_per_chunk)
-            self._tensors.append((cache.tensor, kept.unflatten(1, (blocks_per_chunk, -1))))
+        # [blocks, bytes], in vLLM's cache and in the memory tier
+        self._tensors = [
+            (cache.tensor, region.create_next_worker_view(cache.page_size_bytes))
+            for cache in kv_caches.tensors
+        ]
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         return self._copy(job_id, src_spec, dst_spec, stores=True)
@@ -479,23 +482,19 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]
         return self._copy(job_id, dst_spec, src_spec, stores=False)
 
     def _copy(self, job_id: int, cache: Any, memory: Any, *, stores: bool) -> bool:
-        """`cache` lists blocks group by group; the first one may be within a chunk of `memory`."""
-        began, copied, blocks, chunks = time.perf_counter(), 0, 0, 0
-        groups = zip(self._groups, cache.group_sizes, cache.block_indices, strict=True)
-        for refs, size, first in groups:
-            if not size:
-                continue
-            at = np.arange(size) + first % self._per_chunk
-            rows = memory.block_ids[chunks + at // self._per_chunk].astype(np.int64)
-            places = torch.from_numpy(rows), torch.from_numpy(at % self._per_chunk)
-            ids = torch.from_numpy(cache.block_ids[blocks : blocks + size].astype(np.int64))
-            blocks, chunks = blocks + size, chunks + int(at[-1]) // self._per_chunk + 1
+        """Copy between the blocks of vLLM's cache, listed group by group, and those of memory."""
+        began, copied, first = time.perf_counter(), 0, 0
+        for refs, size in zip(self._groups, cache.group_sizes, strict=True):
+            part, first = slice(first, first + size), first + size
+            ids, kept_ids = (
+                torch.from_numpy(one.block_ids[part].astype(np.int64)) for one in (cache, memory)
+            )
             for ref in refs:
                 tensor, kept = self._tensors[ref.tensor_idx]
                 if stores:
-                    kept[places] = tensor[ids]
+                    kept[kept_ids] = tensor[ids]
                 else:
-                    tensor[ids] = kept[places]
+                    tensor[ids] = kept[kept_ids]
                 copied += size * tensor.shape[1]
         seconds = time.perf_counter() - began
         self._done.append(TransferResult(job_id, True, copied, seconds))

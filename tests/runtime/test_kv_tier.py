@@ -160,14 +160,18 @@ def test_no_block_is_taken_for_another(disk: Disk, folder: Path) -> None:
     other.tier.shutdown()
 
 
-def test_two_keep_a_quota_and_what_was_used_last(folder: Path) -> None:
+def test_two_keep_a_quota_and_what_was_used_last(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cray_agents.runtime.vllm_plugins import kv_tier
+
+    monkeypatch.setattr(kv_tier, "_USED_AGAIN", 0.0)
     disks = [Disk(folder, quota=40 * (SIZE + 4096)) for _ in range(2)]
     used = KEYS[0]
     disks[0].transfer([used], load=False)
     for number in range(30):
         keys = [bytes([number, n + 1]) * 16 + bytes(4) for n in range(4)]
         disks[number % 2].transfer(keys, load=False)
-        os.utime(disks[0].path(used), (1, 1))
         assert disks[0].transfer([used], load=True) == {used}  # which touches it
         if number == 15:
             (folder / "mine.txt").write_text("no block")
