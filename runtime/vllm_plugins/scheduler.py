@@ -81,7 +81,8 @@ class LeanScheduler(Scheduler):  # type: ignore[misc]
         self._logprobs: dict[str, list[float]] = {}  # not sent yet, by id of a marked request
         self._awaited: set[str] = set()  # of those, requests whose logprobs are no longer kept
         self._label, self._key = "", _hash("")
-        self._tier = getattr(self.connector, "connector_scheduler", None)  # vLLM's offloading
+        offloads = type(self.connector).__name__ == "OffloadingConnector"
+        self._tier = self.connector.connector_scheduler if offloads else None
         self._postponed: Any = None  # a queue while the weights are unproven, else None
 
     def change_weights(self, weights: str) -> None:
