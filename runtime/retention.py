@@ -113,8 +113,9 @@ def prune(
     if kv_tier is not None and not dry_run:
         for file in sorted(home.checkpoint("x").parent.glob("*.pruned")):
             pruned = read_pruned(home.checkpoint(file.name.removesuffix(".pruned")))
-            if pruned and (blocks := kv_tier / pruned.manifest.weights_sha256).is_dir():
-                result.blocks[file.stem] = remove(blocks)
+            name = pruned.manifest.weights_sha256 if pruned is not None else ""
+            if name and (kv_tier / name).is_dir():
+                result.blocks[file.name.removesuffix(".pruned")] = remove(kv_tier / name)
     return result
 
 

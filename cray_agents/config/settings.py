@@ -232,9 +232,9 @@ class Config(BaseModel):
     )
     kv_tier_gib: float = Field(100, gt=0, description="GiB of that folder, of all who share it")
     kv_tier_memory_gib: float = Field(
-        2,
-        gt=0,
-        description="GiB of memory of a replica's host, between that folder and the replica",
+        0,
+        ge=0,
+        description="GiB of a host's memory before that folder, for each replica; 0: by the model",
     )
     tool_call_parser: str = Field("hermes", description="vLLM's parser of tool calls")
     reasoning_parser: str = Field(

@@ -30,6 +30,7 @@ GPU_REQUESTS, LARGE_GPU_REQUESTS, LARGE_GPU = 256, 1024, 70  # vLLM's own, the l
 USUAL_TOKENS = 512  # of a request: fewer requests are let in than have these in the KV cache
 KV_SHARE = 1 / 8  # of a host's memory, which trainer and programs of agents use as well
 LEAST_KV_GIB = 1.0  # on a CPU; memory is taken as it is used
+TIER_TOKENS = 2**15  # several steps' worth: vLLM keeps nothing of a step that does not fit
 USABLE = 0.85  # of a GPU's memory: vLLM takes 0.92, some of it for activations
 SECONDS_PER_GIB = 5.0  # to read weights from a slow shared filesystem, and to convert them
 
@@ -140,6 +141,10 @@ def plan_serving(config: Config, model: ServedModel, device: ServingDevice) -> t
     elif tokens and tokens < model.context and not config.max_model_len:
         context, why = f"about {tokens} tokens of context", "more do not fit the KV cache"
     choices.take("max_model_len", 0, context, why)
+    if config.kv_tier is not None:
+        kept, why = model.kv_numbers * width * TIER_TOKENS / 2**30, f"{TIER_TOKENS:,} tokens"
+        text = "{} GiB of memory before the KV tier"
+        choices.take("kv_tier_memory_gib", max(LEAST_KV_GIB, kept), text, why)
     gib = model.weights / 2**30
     more, why = round(SECONDS_PER_GIB * gib), f"{gib:.2g} GiB of weights"
     choices.take("start_timeout", 300 + more, "{} s to start", why)

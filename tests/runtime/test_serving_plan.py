@@ -169,6 +169,13 @@ def test_fp8_and_speculative_decoding_are_refused_where_they_cannot_be(
         check_fast_rollouts(load_config(settings, tmp_path), gpu=gpu)
 
 
+def test_the_memory_before_a_kv_tier_holds_some_steps_of_prompts(tmp_path: Path) -> None:
+    config = load_config({"kv_tier": str(tmp_path)}, tmp_path)
+    for model, device, gib in ((TOY, LAPTOP, 1), (LLAMA_70B, FOUR_H100, 10)):
+        assert plan_serving(config, model, device)[0].kv_tier_memory_gib == gib
+    assert "KV tier" not in plan_serving(load_config({}, tmp_path), TOY, LAPTOP)[1]
+
+
 @pytest.mark.parametrize(
     ("settings", "sleeps", "why"),
     [
