@@ -96,7 +96,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
         super().__init__(tier.tier_type)
 
     def batch_lookup(self, keys: list[bytes], req_context: Any) -> Iterable[bool]:
-        return [self._tier.path(key, req_context).exists() for key in keys]
+        return [os.access(self._tier.path(key, req_context), os.R_OK) for key in keys]
 
 
 class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]
