@@ -111,10 +111,12 @@ def prune(
     for job, paths in _free_points(home, {folder.name for folder in going}, jobs).items():
         result.points[job] = sum(size_of(path) if dry_run else remove(path) for path in paths)
     if kv_tier is not None and not dry_run:
+        left = [one for one in versions.values() if home.checkpoint(one.checkpoint).is_dir()]
+        kept = {"", *(version.weights_sha256 for version in left)}
         for file in sorted(home.checkpoint("x").parent.glob("*.pruned")):
             pruned = read_pruned(home.checkpoint(file.name.removesuffix(".pruned")))
             name = pruned.manifest.weights_sha256 if pruned is not None else ""
-            if name and (kv_tier / name).is_dir():
+            if name not in kept and (kv_tier / name).is_dir():
                 result.blocks[file.name.removesuffix(".pruned")] = remove(kv_tier / name)
     return result
 

@@ -446,6 +446,8 @@ def _unlink_memory(spec: Any) -> None:
 class HostTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
     """vLLM's tiered offloading where it computes on the CPU, which its own spec refuses."""
 
+    _worker: Any
+
     def get_worker(self, kv_caches: Any) -> "HostCopies":
         """Return what copies between vLLM's KV cache and the memory tier. Raises ValueError."""
         if self._worker is None:
@@ -460,7 +462,8 @@ class HostTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
             )
             region._creator = False  # else it looks for the name that _unlink_memory has removed
             self._worker = HostCopies(kv_caches, region)
-        return self._worker
+        worker: HostCopies = self._worker
+        return worker
 
 
 class HostCopies(OffloadingWorker):  # type: ignore[misc]

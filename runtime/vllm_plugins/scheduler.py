@@ -82,7 +82,7 @@ class LeanScheduler(Scheduler):  # type: ignore[misc]
         self._awaited: set[str] = set()  # of those, requests whose logprobs are no longer kept
         self._label, self._key = "", _hash("")
         offloads = type(self.connector).__name__ == "OffloadingConnector"
-        self._tier = self.connector.connector_scheduler if offloads else None
+        self._tier: Any = self.connector.connector_scheduler if offloads else None
         self._postponed: Any = None  # a queue while the weights are unproven, else None
 
     def change_weights(self, weights: str) -> None:

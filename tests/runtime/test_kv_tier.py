@@ -69,7 +69,7 @@ class Disk:
 
         self.memory = np.zeros((BLOCKS, SIZE), np.uint8)
         self.tier = kv_tier.CheckedFiles(
-            spec(kv_tier.HostTieringSpec), memoryview(self.memory), "CheckedFiles",
+            spec(kv_tier.HostTieringSpec), self.memory.data, "CheckedFiles",
             folder=str(folder), quota=quota, computes=computes,
         )  # fmt: skip
         self.jobs = 0
