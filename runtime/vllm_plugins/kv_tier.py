@@ -119,6 +119,7 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]
         quota: int,
         computes: str,
     ) -> None:
+        _unlink_memory(offloading_spec)  # also if the rest fails
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._folder, self._quota, self._size = Path(folder), quota, self.block_size_bytes
         if quota < _FEWEST * (self._size + PAGE):
@@ -146,7 +147,6 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]
         self._look = threading.Event()
         self._look.set()
         threading.Thread(target=self._keep_quota, name="kv-tier-quota", daemon=True).start()
-        _unlink_memory(offloading_spec)
 
     def path(self, key: bytes, req_context: Any) -> Path:
         """Return the file of a block of a request."""

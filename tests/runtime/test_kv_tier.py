@@ -268,12 +268,17 @@ LONG = {"messages": [{"role": "user", "content": "1 2 3 4 " * 60}], "temperature
 ASKED = LONG | {"max_tokens": 8}
 
 
+def in_shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("vllm_offload_*")}
+
+
 class Shared:
     """Replicas over one folder, each in a pool of its own."""
 
     def __init__(self, folder: Path, models: dict[str, Path]) -> None:
         self.folder, self.models = folder, models
         self.replicas: list[Serving] = []
+        self.before = in_shared_memory()
 
     async def start(self) -> Serving:
         settings = EngineSettings(
@@ -335,7 +340,7 @@ async def test_a_new_process_reads_what_another_computed_and_nothing_of_other_we
     computed = await ask(first, "m@1")
     assert computed.cached_tokens == 0 and await shared.settle() > 0
     second = await shared.start()
-    assert not [p for p in Path("/dev/shm").glob("vllm_offload_*") if "test-" not in p.name]
+    assert in_shared_memory() == shared.before, "what a killed server would leave there"
     read = await ask(second, "m@1")
     assert read.cached_tokens >= len(read.prompt_token_ids) - 128
     await second.swap("m@2")
