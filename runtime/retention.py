@@ -37,6 +37,7 @@ from cray_agents.runtime.registry.checkpoints import (
     is_whole,
     pruned_file,
     read_manifest,
+    read_pruned,
 )
 from cray_agents.runtime.registry.registry import History, Registry
 from cray_agents.runtime.store.loop_records import LoopRecords
@@ -49,18 +50,20 @@ class Prunable:
     """Bytes to delete, and `kept`: the reason by `name@N` for each version that stays.
 
     `weights` are by version, and a checkpoint under several names counts once. `points` (resume
-    points) are by job, `drafts` by folder.
+    points) are by job, `drafts` by folder, `blocks` (of the KV tier) by checkpoint.
     """
 
     kept: dict[str, str] = field(default_factory=dict)
     weights: dict[str, int] = field(default_factory=dict)
     points: dict[str, int] = field(default_factory=dict)
     drafts: dict[str, int] = field(default_factory=dict)
+    blocks: dict[str, int] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
         """The total of bytes to delete."""
-        return sum(sum(sizes.values()) for sizes in (self.weights, self.points, self.drafts))
+        kinds = (self.weights, self.points, self.drafts, self.blocks)
+        return sum(sum(sizes.values()) for sizes in kinds)
 
 
 def prune(
@@ -71,10 +74,12 @@ def prune(
     in_use: Callable[[], Collection[str]] = tuple,
     dry_run: bool = False,
     grace: float = GRACE,
+    kv_tier: Path | None = None,
 ) -> Prunable:
     """Delete checkpoints, resume points and drafts without references, of one name or of all.
 
     `keep`: see `reasons_to_keep`. `in_use` returns the versions on replicas; it is called twice.
+    `kv_tier`: the folder that has the KV of such versions, too.
     Raises NotFound for an unknown name, and Corrupt.
     """
     registry = Registry(home)
@@ -105,6 +110,14 @@ def prune(
     jobs = None if chosen is None else {versions[one].job for one in chosen}
     for job, paths in _free_points(home, {folder.name for folder in going}, jobs).items():
         result.points[job] = sum(size_of(path) if dry_run else remove(path) for path in paths)
+    if kv_tier is not None and not dry_run:
+        left = [one for one in versions.values() if home.checkpoint(one.checkpoint).is_dir()]
+        kept = {"", *(version.weights_sha256 for version in left)}
+        for file in sorted(home.checkpoint("x").parent.glob("*.pruned")):
+            pruned = read_pruned(home.checkpoint(file.name.removesuffix(".pruned")))
+            name = pruned.manifest.weights_sha256 if pruned is not None else ""
+            if name not in kept and (kv_tier / name).is_dir():
+                result.blocks[file.name.removesuffix(".pruned")] = remove(kv_tier / name)
     return result
 
 

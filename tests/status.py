@@ -52,6 +52,7 @@ Tinker scripts | runtime/tinker | |
 batches, files, fine-tuning | runtime/batches runtime/fine_tuning | |
 changes of version without lost requests | runtime/vllm | | swap
 adapters in vLLM | runtime/adapters | |
+KV of prompts in files that replicas share | runtime/kv_tier | |
 weights sent by NCCL or IPC | runtime/weight_transfer | |
 GPUs divided, or used by turns | runtime/gpu_placement cray_agents/gpu_turns | |
 replicas as Slurm jobs | | runtime/slurm_replicas up_replicas |

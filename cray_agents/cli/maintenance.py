@@ -155,12 +155,18 @@ def _prune_models(name: str | None, keep: int, *, dry_run: bool) -> None:
     home = root()
     with errors.status("looking for what nobody needs"):
         pruned = retention.prune(
-            home, name, keep=keep, in_use=lambda: loaded_versions(home), dry_run=dry_run
+            home,
+            name,
+            keep=keep,
+            in_use=lambda: loaded_versions(home),
+            dry_run=dry_run,
+            kv_tier=settings().kv_tier,
         )
     if given().json:
         print_json(asdict(pruned) | {"bytes": pruned.bytes, "dry_run": dry_run})
         return
     kinds = {"weights": pruned.weights, "resume points": pruned.points, "left over": pruned.drafts}
+    kinds |= {"KV blocks": pruned.blocks}
     rows = [
         {"what": kind, "of": owner_name, "size": size(count)}
         for kind, sizes in kinds.items()

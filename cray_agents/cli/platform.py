@@ -13,7 +13,7 @@ import typer
 
 from cray_agents.cli.options import Commands, given
 from cray_agents.cli.platform_access import platform_client
-from cray_agents.cli.screen import console, one_line, print_json, settings, show, when
+from cray_agents.cli.screen import console, one_line, print_json, settings, show, size, when
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
@@ -25,6 +25,7 @@ from cray_agents.server.platform_process import (
     check_vllm,
     command,
     fetch,
+    fetch_text,
     log_file,
     running,
     start,
@@ -33,6 +34,15 @@ from cray_agents.server.platform_process import (
     wait_until_ready,
     wait_until_waiting,
 )
+
+#: Columns of `status`, by the names in the replicas' metrics.
+TIER_COLUMNS = {
+    "KV blocks hit": "loaded_blocks",
+    "loaded": "loaded_bytes",
+    "stored": "stored_bytes",
+    "evicted": "evicted_bytes",
+    "damaged": "damaged_blocks",
+}
 
 
 def add_to(app: Commands) -> None:
@@ -251,6 +261,8 @@ def _show_status() -> None:
         columns = [column for column in columns if column not in ("host", "job")]
     if rows:
         show(rows, columns)
+    if about["engine"].get("kv_tier"):
+        show(tier_rows(fetch_text(info, "/metrics/engines")), ["replica", *TIER_COLUMNS])
     for replica in replicas:
         if (last := replica["last_restart"]) is not None:
             console.print(f"restarted at {when(last['time'])}: {last['why']}", markup=False)
@@ -260,6 +272,20 @@ def _show_status() -> None:
             f"{lease['holder']!r} evaluates",
             markup=False,
         )
+
+
+def tier_rows(metrics: str) -> list[dict[str, Any]]:
+    """Return what each replica had of the KV tier, by the replicas' metrics."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    rows: dict[str, dict[str, Any]] = {}
+    for sample in (s for f in text_string_to_metric_families(metrics) for s in f.samples):
+        if (replica := sample.labels.get("replica")) is not None:
+            row = rows.setdefault(replica, {"replica": replica} | dict.fromkeys(TIER_COLUMNS, 0))
+            for column, name in TIER_COLUMNS.items():
+                if sample.name == f"cray_kv_tier_{name}_total":
+                    row[column] = size(int(sample.value)) if "bytes" in name else int(sample.value)
+    return list(rows.values())
 
 
 def describe_controller(controller: dict[str, Any]) -> str:

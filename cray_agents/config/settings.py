@@ -225,6 +225,17 @@ class Config(BaseModel):
         " start on; 0: as the versions that are served have it",
     )
     kv_cache_gib: float = Field(0, ge=0, description="GiB of KV cache on CPU; 0: by the memory")
+    kv_tier: Path | None = Field(
+        None,
+        description="folder in which replicas keep the KV of prompts for each other and for later, "
+        "best on a shared disk; none: in memory alone",
+    )
+    kv_tier_gib: float = Field(100, gt=0, description="GiB of that folder, of all who share it")
+    kv_tier_memory_gib: float = Field(
+        0,
+        ge=0,
+        description="GiB of a host's memory before that folder, for each replica; 0: by the model",
+    )
     tool_call_parser: str = Field("hermes", description="vLLM's parser of tool calls")
     reasoning_parser: str = Field(
         "", description="vLLM's parser that keeps thoughts apart from answers; empty: none"
@@ -399,6 +410,11 @@ class Config(BaseModel):
             if not root.expanduser().is_absolute():
                 raise ValueError(f"'{root}' is not a whole path: write it from / or ~ on")
         return [root.expanduser() for root in roots]
+
+    @field_validator("kv_tier")
+    @classmethod
+    def _expand_tier(cls, folder: Path | None) -> Path | None:
+        return None if folder is None else folder.expanduser().absolute()
 
     @property
     def root(self) -> Home:

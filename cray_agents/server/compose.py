@@ -42,6 +42,7 @@ from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.serving_plan import (
     ServedModel,
     check_fast_rollouts,
+    check_kv_tier,
     load_format,
     plan_serving,
 )
@@ -76,7 +77,7 @@ from cray_agents.server.gateway_parts import (
 )
 from cray_agents.server.gateway_ports import Ports, address
 from cray_agents.server.gpu_turns import TrainingSide, take_turns
-from cray_agents.server.permissions import keep_private
+from cray_agents.server.permissions import keep_private, prepare_kv_tier
 from cray_agents.server.platform_process import ReplicaCount, distribution_version
 from cray_agents.server.replica_count import keep_replica_count, replica_rule, scaling_rules
 from cray_agents.server.replica_devices import (
@@ -278,6 +279,7 @@ async def run(
 def engine_settings(config: Config, *, sleeps: bool) -> EngineSettings:
     """Return the settings of every vLLM server. Raises SetupError for what this vLLM cannot do."""
     check_fast_rollouts(config, gpu=has_gpu_build())
+    check_kv_tier(config, sleeps=sleeps)
     return EngineSettings(
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
@@ -297,6 +299,9 @@ def engine_settings(config: Config, *, sleeps: bool) -> EngineSettings:
         answer_timeout=config.engine_timeout,
         load_timeout=config.load_timeout,
         load_format=load_format(config.load_format, gpu=has_gpu_build()),
+        kv_tier=config.kv_tier,
+        kv_tier_gib=config.kv_tier_gib,
+        kv_tier_memory_gib=config.kv_tier_memory_gib,
         transfer=None
         if config.weight_transfer == FILES
         else TransferSettings(
@@ -484,8 +489,9 @@ async def wait_for_end(
 def make_root(config: Config) -> None:
     """Make the shared root, private; check that it can be written. Raises StoreError."""
     home = config.root
-    if note := keep_private(config):
-        say(note)
+    for note in (keep_private(config), prepare_kv_tier(config.kv_tier)):
+        if note:
+            say(note)
     try:
         home.logs.mkdir(parents=True, exist_ok=True)
         probe = home.root / f".writable-{os.getpid()}"
@@ -515,6 +521,7 @@ def describe_platform(
             "quantized": served is not None and served.quantized,
             "rounding": served and served.rounding,
             "router_replay": served is not None and served.router_replay,
+            "kv_tier": None if served is None or served.kv_tier is None else str(served.kv_tier),
         },
         "trainer": {
             "name": "megatron-core",

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from cray_agents.config import Config
 from cray_agents.errors import ConfigError, StoreError
+from cray_agents.runtime.vllm_plugins.wire import TIER_MARK
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,38 @@ def keep_private(config: Config) -> str:
     access = make_private(config.root.root, config.group)
     os.umask(access.umask)
     return access.note
+
+
+def prepare_kv_tier(folder: Path | None) -> str:
+    """Make the folder of a KV tier, its user's alone, and mark it; return a note, mostly empty.
+
+    Replicas write there only if the mark is there, so that they fill no disk on which the tier's
+    own is not mounted. Raises ConfigError for a folder with other contents, of another user, or
+    that cannot be written.
+    """
+    if folder is None:
+        return ""
+    mark = folder / TIER_MARK
+    try:
+        if folder.is_dir() and not mark.exists() and any(folder.iterdir()):
+            raise ConfigError(
+                f"kv_tier: {folder} holds other files: name a new folder, or an empty one",
+                param="kv_tier",
+            )
+        note = make_private(folder, None).note
+        if folder.stat().st_uid != os.geteuid():
+            raise ConfigError(
+                f"kv_tier: {folder} is another user's, whose replicas keep their blocks to"
+                " themselves: name a folder of your own",
+                param="kv_tier",
+            )
+        mark.write_text("cray-agents keeps KV blocks of its replicas here\n")
+    except OSError as error:
+        raise ConfigError(
+            f"kv_tier: {folder} cannot be written ({error.strerror or error}): name another folder",
+            param="kv_tier",
+        ) from error
+    return note
 
 
 def make_private(root: Path, group: str | None) -> RootAccess:

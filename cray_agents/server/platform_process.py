@@ -230,12 +230,19 @@ def fetch(
     info: dict[str, Any], path: str, timeout: float = 5.0, secret: str | None = None
 ) -> dict[str, Any]:
     """GET JSON from the platform; `secret`: the API key to use. Raises OSError."""
+    body: dict[str, Any] = json.loads(fetch_text(info, path, timeout, secret))
+    return body
+
+
+def fetch_text(
+    info: dict[str, Any], path: str, timeout: float = 5.0, secret: str | None = None
+) -> str:
+    """GET text from the platform: see `fetch`."""
     request = urllib.request.Request(info["url"] + path)
     if secret := secret or key(info):
         request.add_header("Authorization", f"Bearer {secret}")
     with urllib.request.urlopen(request, timeout=timeout) as answer:
-        body: dict[str, Any] = json.load(answer)
-        return body
+        return str(answer.read().decode())
 
 
 @dataclass(frozen=True)

@@ -146,12 +146,13 @@ def same_shape(one: Path, other: Path) -> bool:
 
     Compares config.json and the tokenizer's files.
     """
-    return _config(one) == _config(other) and all(
+    return config_of(one) == config_of(other) and all(
         _content(one / name) == _content(other / name) for name in _READ_AT_START
     )
 
 
-def _config(checkpoint: Path) -> dict[str, object]:
+def config_of(checkpoint: Path) -> dict[str, object]:
+    """Return config.json without what has no influence on the model."""
     config = _read_object(checkpoint / "config.json")
     return {key: value for key, value in config.items() if key not in _IGNORED_KEYS}
 

@@ -30,6 +30,7 @@ GPU_REQUESTS, LARGE_GPU_REQUESTS, LARGE_GPU = 256, 1024, 70  # vLLM's own, the l
 USUAL_TOKENS = 512  # of a request: fewer requests are let in than have these in the KV cache
 KV_SHARE = 1 / 8  # of a host's memory, which trainer and programs of agents use as well
 LEAST_KV_GIB = 1.0  # on a CPU; memory is taken as it is used
+TIER_TOKENS = 2**15  # several steps' worth: vLLM keeps nothing of a step that does not fit
 USABLE = 0.85  # of a GPU's memory: vLLM takes 0.92, some of it for activations
 SECONDS_PER_GIB = 5.0  # to read weights from a slow shared filesystem, and to convert them
 
@@ -43,6 +44,8 @@ FAST = {
 #: Readers that need CUDA; the other one streams to any device.
 _CUDA = {"instanttensor", "fastsafetensors"}
 PLAIN = (AUTO, "safetensors")
+#: Flags that a KV tier does not go with.
+_NO_TIER = ("--kv-transfer-config", "--kv_transfer_config", "--no-enable-prefix-caching")
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,10 @@ def plan_serving(config: Config, model: ServedModel, device: ServingDevice) -> t
     elif tokens and tokens < model.context and not config.max_model_len:
         context, why = f"about {tokens} tokens of context", "more do not fit the KV cache"
     choices.take("max_model_len", 0, context, why)
+    if config.kv_tier is not None:
+        kept, why = model.kv_numbers * width * TIER_TOKENS / 2**30, f"{TIER_TOKENS:,} tokens"
+        text = "{} GiB of memory before the KV tier"
+        choices.take("kv_tier_memory_gib", max(LEAST_KV_GIB, kept), text, why)
     gib = model.weights / 2**30
     more, why = round(SECONDS_PER_GIB * gib), f"{gib:.2g} GiB of weights"
     choices.take("start_timeout", 300 + more, "{} s to start", why)
@@ -217,6 +224,19 @@ def check_fast_rollouts(config: Config, *, gpu: bool) -> None:
             f"speculative = {draft!r} is neither ngram nor a directory with {CONFIG}: give that of"
             " a draft model, or of an EAGLE head"
         )
+
+
+def check_kv_tier(config: Config, *, sleeps: bool) -> None:
+    """Refuse a KV tier beside what vLLM cannot do with it. Raises SetupError."""
+    own = next((f for f in config.engine_args if f.startswith(_NO_TIER)), "")
+    refused = {
+        "router_replay": config.router_replay,  # files have blocks without their experts' names
+        "replica_nodes": config.replica_nodes > 1,  # vLLM keeps blocks in one host's memory
+        "share_gpus = 'turns' and replica_warm": sleeps,  # never seen to survive a sleep
+        f"engine_args with {own}": own,
+    }
+    if config.kv_tier is not None and (beside := [name for name in refused if refused[name]]):
+        raise SetupError(f"kv_tier does not go with {' and '.join(beside)}: leave one of them out")
 
 
 def _has_package(name: str) -> bool:

@@ -10,6 +10,7 @@ source and not run.
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -28,7 +29,7 @@ from cray_agents.paths import host_cache
 from cray_agents.processes import SAFE_IMPORTS, python
 from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits
-from cray_agents.runtime.pool.golden_probe import MAX_ADAPTERS
+from cray_agents.runtime.pool.golden_probe import MAX_ADAPTERS, config_of
 from cray_agents.runtime.pool.place import KILLED, LocalPlace
 from cray_agents.runtime.pool.private_folder import PrivateFolder
 from cray_agents.runtime.pool.serving_plan import AUTO
@@ -56,6 +57,7 @@ _ADAPTED = (
     *("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     *("q_proj", "k_proj", "v_proj", "out_proj", "gate_proj", "up_proj", "w13", "w2"),
 )
+_TIER = "cray_agents.runtime.vllm_plugins.kv_tier"
 NGRAM = "ngram"  # as `speculative`: guesses from the request's own text, without a model
 _QUANTIZES = ("--quantization", "-q", "--kv-cache-dtype")
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of vLLM's --max-lora-rank
@@ -70,7 +72,8 @@ class EngineSettings:
     compute threads on CPU; None leaves one core to the API server. `answer_timeout`: seconds
     without a byte of an answer. `kv_cache_gib`: on CPU only. `max_lora_rank`: largest rank of an
     adapter beside the weights; 0: no adapters. `sleeps`: jobs train on the same GPU by turns.
-    `transfer`: how weights come from a training session; None: in files. `program`: starts the
+    `transfer`: how weights come from a training session; None: in files. `kv_tier`: the folder of
+    the KV tier, its quota and its memory on the host in GiB. `program`: starts the
     server, in place of this Python with vllm_plugins/server.py, with the same arguments.
     """
 
@@ -93,6 +96,9 @@ class EngineSettings:
     max_lora_rank: int = 0
     sleeps: bool = False
     transfer: TransferSettings | None = None
+    kv_tier: Path | None = None
+    kv_tier_gib: float = 100
+    kv_tier_memory_gib: float = 2
     program: tuple[str, ...] = ()
 
     @property
@@ -249,7 +255,9 @@ class VllmProcess(VllmHost, LocalPlace):
         if has_gpu_build():  # each replica has GPUs of its own
             return ""
         weights = rebuilt_bytes(checkpoint)
-        required = 2 * weights + int(self.settings.kv_cache_gib * 2**30) + _VLLM_BYTES
+        tier = 0 if self.settings.kv_tier is None else self.settings.kv_tier_memory_gib
+        caches = int((self.settings.kv_cache_gib + tier) * 2**30)
+        required = 2 * weights + caches + _VLLM_BYTES
         free = _free_bytes()
         if free is None or free >= required:
             return ""
@@ -414,6 +422,7 @@ def command(
         *(("--quantization", "fp8_per_channel") if settings.quantization else ()),
         *(("--enable-return-routed-experts",) if settings.router_replay else ()),
         *_speculative_arguments(settings),
+        *_tier_arguments(settings, checkpoint, dtype),
         *(() if settings.load_format == AUTO else ("--load-format", settings.load_format)),
         *share.arguments,
         *settings.engine_args,
@@ -439,6 +448,30 @@ def _speculative_arguments(settings: EngineSettings) -> tuple[str, ...]:
     named = {"method" if settings.speculative == NGRAM else "model": settings.speculative}
     guess = {**named, "num_speculative_tokens": settings.speculative_tokens}
     return ("--speculative-config", json.dumps(guess))
+
+
+def _tier_arguments(settings: EngineSettings, checkpoint: Path, dtype: str) -> tuple[str, ...]:
+    if settings.kv_tier is None:
+        return ()
+    decides = (config_of(checkpoint), dtype, settings.quantization, settings.engine_args)
+    text = json.dumps((*decides, settings.speculative), sort_keys=True)
+    files = {
+        "type": "CheckedFiles",
+        "module_path": _TIER,
+        "folder": str(settings.kv_tier),
+        "quota": int(settings.kv_tier_gib * 2**30),
+        "computes": hashlib.sha256(text.encode()).hexdigest(),
+    }
+    gpu = {"spec_name": "TieringOffloadingSpec"}
+    tiers = gpu if has_gpu_build() else {"spec_name": "HostTieringSpec", "spec_module_path": _TIER}
+    memory = int(settings.kv_tier_memory_gib * 2**30)
+    extra = tiers | {"cpu_bytes_to_use": memory, "secondary_tiers": [files]}
+    extra["offload_prompt_only"] = False  # an answer is a part of the next turn's prompt
+    connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    return (
+        "--kv-transfer-config",
+        json.dumps(connector | {"kv_connector_extra_config": extra}),
+    )
 
 
 def _lora_arguments(rank: int) -> tuple[str, ...]:

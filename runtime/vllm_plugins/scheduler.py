@@ -6,7 +6,9 @@ vLLM's.
 Weights: runtime/pool/vllm_engine.py announces each change as a weight version. From then on
 only probes are computed until `/resume`. The keys of the prefix cache contain the version, so a
 block is only reused under the weights that computed it. That holds in memory, in caches that
-outlive a process, and for requests in flight during a change.
+outlive a process, and for requests in flight during a change. Where blocks are kept in files
+(kv_tier.py) an adapter counts by its hash, not by the name of its one load, so that a later process
+finds them. A probe shares its blocks with nobody: it may have computed them with wrong weights.
 
 Logprobs: vLLM sends three small arrays per request and step, which cost more to pack and unpack
 than the rest of the message. For requests that capture.py marked, logprobs are kept here and sent
@@ -15,7 +17,10 @@ every `EVERY` tokens, at the end, and when capture.py asks for them before it ab
 
 import functools
 import hashlib
+import re
+import secrets
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,8 +30,9 @@ from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import RequestStatus
 
-from cray_agents.runtime.vllm_plugins.wire import PROBE
+from cray_agents.runtime.vllm_plugins.wire import PROBE, TIER
 
 MARK = "cray_agents_capture"  # in a request's extra_args
 EVERY = 64  # tokens
@@ -74,14 +80,16 @@ class LeanScheduler(Scheduler):  # type: ignore[misc]
         super().__init__(**arguments)
         self._logprobs: dict[str, list[float]] = {}  # not sent yet, by id of a marked request
         self._awaited: set[str] = set()  # of those, requests whose logprobs are no longer kept
-        self._key = _hash("")
+        self._label, self._key = "", _hash("")
+        offloads = type(self.connector).__name__ == "OffloadingConnector"
+        self._tier: Any = self.connector.connector_scheduler if offloads else None
         self._postponed: Any = None  # a queue while the weights are unproven, else None
 
     def change_weights(self, weights: str) -> None:
         """Key the cache by new weights, and postpone all but probes until `/resume`."""
-        if self.running:  # paused requests have kept their blocks
+        if self.running or self.kv_holding_waiting:  # paused requests have kept their blocks
             self.reset_prefix_cache(reset_running_requests=True)
-        self._key = _hash(weights)
+        self._label, self._key = weights, _hash(weights)
         for request in self.requests.values():
             self._set_salt(request, request.cache_salt[len(self._key) :])
         self._postponed = self._postponed or create_request_queue(self.policy)
@@ -101,20 +109,69 @@ class LeanScheduler(Scheduler):  # type: ignore[misc]
     def _set_salt(self, request: Any, client_salt: str) -> None:
         """Key a request's blocks by the weights and the client's own salt."""
         request.cache_salt = self._key + client_salt
+        if self._tier is not None:
+            self._set_tier(request)
         request.block_hashes = []
         request.update_block_hashes()
 
+    def _set_tier(self, request: Any) -> None:
+        """Say by whose weights a request's blocks in files are; forget keys of former weights."""
+        adapter = request.lora_request
+        name = adapter.lora_name if adapter else self._label
+        known = "" if PROBE in _extra_args(request) else _weights_in(name)
+        state = self._tier._req_status.get(request.request_id)
+        if state is None:
+            request.kv_transfer_params = {TIER: known}
+            if adapter and known:
+                request._block_hasher = _by_content(request._block_hasher, name)
+            return
+        request.kv_transfer_params[TIER] = known
+        for group in state.group_states:
+            group.offload_keys.clear()
+            group.next_stored_chunk_idx = 0
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Free all blocks; also those that were loaded for a request that has not begun.
+
+        vLLM fails if there are any of the latter.
+        """
+        if reset_running_requests:
+            for request in [*self.kv_holding_waiting]:
+                if request.request_id in self.finished_recving_kv_req_ids:
+                    self._unload(request)
+        return bool(super().reset_prefix_cache(reset_running_requests, reset_connector))
+
+    def _unload(self, request: Any) -> None:
+        self.kv_holding_waiting.remove_request(request)
+        self.deferred_waiting.discard(request)
+        self.finished_recving_kv_req_ids.discard(request.request_id)
+        self.failed_recving_kv_req_ids.discard(request.request_id)
+        self._inflight_prefills.discard(request)
+        self.kv_cache_manager.free(request)
+        request.num_computed_tokens = 0
+        begun = request.num_preemptions
+        request.status = RequestStatus.PREEMPTED if begun else RequestStatus.WAITING
+        self.waiting.prepend_request(request)
+
     def add_request(self, request: Any) -> None:
         """Queue a request; postpone it while the weights are unproven, unless it is a probe."""
-        params = request.sampling_params
-        extra = (params and params.extra_args) or ()
+        extra = _extra_args(request)
         if MARK in extra:
             self._logprobs[request.request_id] = []
-        self._set_salt(request, request.cache_salt or "")
+        alone = secrets.token_hex(8) if PROBE in extra else ""
+        self._set_salt(request, (request.cache_salt or "") + alone)
         super().add_request(request)
         if self._postponed is not None and PROBE not in extra:
             self.waiting.remove_request(request)
             self._postponed.add_request(request)
+
+    def has_finished_requests(self) -> bool:
+        """Tell whether finished requests are to be cleared; vLLM takes postponed ones for such."""
+        live = sum(self.get_request_counts()) + len(self._postponed or ())
+        left = self.connector is not None and len(self.requests) > live
+        return bool(self.finished_req_ids) or left
 
     def send_logprobs(self, request_ids: list[str]) -> None:
         """Send the kept logprobs of these requests with their next tokens, and keep no more."""
@@ -161,6 +218,31 @@ class LeanScheduler(Scheduler):  # type: ignore[misc]
 
 class AsyncLeanScheduler(LeanScheduler, AsyncScheduler):  # type: ignore[misc]
     """LeanScheduler over vLLM's scheduler that runs a step ahead."""
+
+
+def _extra_args(request: Any) -> dict[str, Any]:
+    params = request.sampling_params
+    return (params and params.extra_args) or {}
+
+
+def _weights_in(label: str) -> str:
+    """Return the hash of the weights in a label `name@N hash ...`; "": it has none."""
+    found = re.fullmatch(r"\S+ ([0-9a-f]{64})( \S+)?", label)
+    return found[1] if found else ""
+
+
+def _by_content(hasher: Any, name: str) -> Any:
+    """Make vLLM's hasher of blocks count an adapter by version and hash; each load has a name."""
+    counted = SimpleNamespace(lora_name=" ".join(name.split()[:2]), lora_path="")
+
+    def hash_blocks(request: Any) -> Any:
+        loaded, request.lora_request = request.lora_request, counted
+        try:
+            return hasher(request)
+        finally:
+            request.lora_request = loaded
+
+    return hash_blocks
 
 
 def _hash(weights: str) -> str:

@@ -25,4 +25,8 @@ CLOSED = "VersionClosed"  # type of the error for a version that is not admitted
 GUARD = "/cray/guard"  # takes the controller's orders
 ABORT = "/cray/abort/"  # + name: ends a request as if its client had left, but still answers it
 
+# ---- the KV tier: kv_tier.py
+TIER = "cray_agents_weights"  # in a request's kv_transfer_params: the hash of its weights, or ""
+TIER_MARK = ".cray-agents-kv"  # a file in the tier's folder
+
 PROBE = "cray_agents_probe"  # in a request's extra_args: answered before new weights are proven

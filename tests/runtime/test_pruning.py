@@ -22,7 +22,7 @@ from cray_agents.iteration import Iteration
 from cray_agents.paths import Home
 from cray_agents.records import canonical
 from cray_agents.runtime import fsck
-from cray_agents.runtime.disk import durable
+from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.lineage import lineage_of
 from cray_agents.runtime.registry.registry import Registry
@@ -169,6 +169,23 @@ def test_records_of_what_was_pruned_stay(site: Site) -> None:
         with pytest.raises(NotFound, match="by `cray-agents maintain prune models`") as refused:
             use(site.folder(2))
         assert refused.value.code == "pruned"
+
+
+def test_kv_in_files_goes_with_its_weights(site: Site, tmp_path: Path) -> None:
+    row(site, 3)  # of the same weights
+    site.prune()
+    pruned = checkpoints.manifest_of(site.folder(2))
+    other = checkpoints.Pruned(manifest=pruned.model_copy(update={"weights_sha256": "f" * 64}))
+    (site.folder(2).parent / "other.pruned").write_bytes(
+        checksums.with_crc(other.model_dump_json().encode())
+    )
+    for name in (pruned.weights_sha256, "f" * 64, "not-ours"):
+        (tmp_path / "kv" / name).mkdir(parents=True)
+        (tmp_path / "kv" / name / "block.kv").write_bytes(bytes(100))
+    assert site.prune(kv_tier=tmp_path / "kv", dry_run=True).blocks == {}
+    assert site.prune(kv_tier=tmp_path / "kv").blocks == {"other": 100}
+    left = {path.name for path in (tmp_path / "kv").iterdir()}
+    assert left == {pruned.weights_sha256, "not-ours"}
 
 
 def test_what_was_pruned_can_be_taken_in_again(site: Site) -> None:

@@ -13,6 +13,7 @@ from cray_agents.runtime.pool.serving_plan import (
     ServedModel,
     ServingDevice,
     check_fast_rollouts,
+    check_kv_tier,
     plan_serving,
 )
 from cray_agents.runtime.pool.vllm_process import EngineSettings, command
@@ -166,6 +167,31 @@ def test_fp8_and_speculative_decoding_are_refused_where_they_cannot_be(
 ) -> None:
     with pytest.raises(SetupError, match=why):
         check_fast_rollouts(load_config(settings, tmp_path), gpu=gpu)
+
+
+def test_the_memory_before_a_kv_tier_holds_some_steps_of_prompts(tmp_path: Path) -> None:
+    config = load_config({"kv_tier": str(tmp_path)}, tmp_path)
+    for model, device, gib in ((TOY, LAPTOP, 1), (LLAMA_70B, FOUR_H100, 10)):
+        assert plan_serving(config, model, device)[0].kv_tier_memory_gib == gib
+    assert "KV tier" not in plan_serving(load_config({}, tmp_path), TOY, LAPTOP)[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sleeps", "why"),
+    [
+        ({"router_replay": True}, False, "router_replay"),
+        ({"replica_nodes": 2}, False, "replica_nodes"),
+        ({}, True, "share_gpus"),
+        ({"engine_args": ["--no-enable-prefix-caching"]}, False, "--no-enable-prefix-caching"),
+    ],
+)
+def test_a_kv_tier_is_refused_beside_what_vllm_cannot_do_with_it(
+    tmp_path: Path, settings: dict[str, Any], sleeps: bool, why: str
+) -> None:
+    check_kv_tier(load_config(settings, tmp_path), sleeps=sleeps)
+    settings = settings | {"kv_tier": str(tmp_path / "kv")}
+    with pytest.raises(SetupError, match=f"kv_tier does not go with .*{why}"):
+        check_kv_tier(load_config(settings, tmp_path), sleeps=sleeps)
 
 
 def test_fp8_and_speculative_decoding_on_a_gpus_command_line(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ settings = [
     EngineSettings(),
     EngineSettings(max_model_len=0, dtype="bfloat16", reasoning_parser="qwen3"),
     EngineSettings(max_lora_rank=24, sleeps=True),
+    EngineSettings(max_lora_rank=24, kv_tier=Path("/kv")),
     EngineSettings(engine_args=("--tensor-parallel-size", "4", "--gpu-memory-utilization", "0.8")),
     *(EngineSettings(load_format=name) for name in FAST),
     *(EngineSettings(transfer=TransferSettings(way, Path("s"))) for way in ("nccl", "ipc")),
@@ -76,7 +77,7 @@ def test_vllm_for_gpus_accepts_every_command_line_and_has_the_schedulers_base() 
     program = [sys.executable, "-c", PROGRAM, BUILD]
     ran = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    assert ran.stdout.count("accepted") == 12
+    assert ran.stdout.count("accepted") == 13
 
 
 def test_what_the_plug_ins_import_is_there() -> None:
