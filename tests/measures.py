@@ -12,11 +12,11 @@ from tests.test_layers import LINKED, ROOT, dotted, imported, is_module, modules
 
 #: What each measure may be at most.
 BOUNDS = {
-    "lines of source": 110_500,
+    "lines of source": 111_000,
     "modules of source": 540,
     "lines of the longest module": 600,
     "circles of folders": 0,
-    "lines of tests": 86_600,
+    "lines of tests": 87_000,
     "commands": 50,
     "parameters of commands": 216,
     "words of ARCHITECTURE.md": 3_000,
