@@ -445,7 +445,7 @@ def load_config(flags: dict[str, Any] | None = None, directory: Path | None = No
         key: _parse_variable(key, value)
         for key, value in _check_keys(environment, "environment", PREFIX).items()
     }
-    values |= _check_keys(json.loads(os.environ.get(HANDED, "{}")), HANDED)
+    values |= _check_keys(_handed(), HANDED)
     values |= {key: value for key, value in (flags or {}).items() if value is not None}
     _check_sections(values)
     try:
@@ -454,6 +454,16 @@ def load_config(flags: dict[str, Any] | None = None, directory: Path | None = No
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"{key} = {first['input']!r}: {first['msg']}", param=key) from error
+
+
+def _handed() -> dict[str, Any]:
+    try:
+        values = json.loads(os.environ.get(HANDED, "{}"))
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{HANDED} is for the platform's own processes: take it out")
+    return values
 
 
 #: Settings that are tables, with an example of their variable.

@@ -19,6 +19,10 @@ def test_flags_beat_environment_beats_file(tmp_path: Path, monkeypatch: pytest.M
     assert load_config({}, tmp_path).port == 6
     assert load_config({}, tmp_path).job.modules == ["cuda/12"]
     assert load_config({"port": 5}, tmp_path).port == 5
+    for wrong in ("port", "[1]", '{"prot": 1}'):
+        monkeypatch.setenv(HANDED, wrong)
+        with pytest.raises(ConfigError, match=HANDED):
+            load_config({}, tmp_path)
 
 
 def test_an_unknown_key_names_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
