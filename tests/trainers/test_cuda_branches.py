@@ -94,6 +94,7 @@ NO_LINK = "NCCL's and CUDA's own hand-shake; test_weight_transfer.py has the pro
 PROCESS = "begins or ends a process on a GPU; its CPU branch is in test_job.py, test_session.py"
 #: Every function that asks for a device: None where a case goes through it, else why none does.
 PLACES: dict[str, str | None] = {
+    "runtime/vllm_plugins/kv_tier.py:_place": "names the device, as a part of a hash",
     "runtime/vllm_plugins/worker.py:Extension._ask_for_amx": CPU_ONLY,
     "runtime/vllm_plugins/worker.py:Extension._pack_experts_anew": CPU_ONLY,
     "runtime/vllm_plugins/worker.py:Extension._skip_generators": IN_VLLM,
@@ -118,8 +119,10 @@ PLACES: dict[str, str | None] = {
     "trainers/job/job.py:_train": PROCESS,
     "trainers/job/launch.py:be_spawned_rank.main": PROCESS,
     "trainers/job/launch.py:load_for_ranks": None,
+    "trainers/job/rank.py:execute": PROCESS,
     "trainers/job/rank.py:join": None,
     "trainers/job/rank.py:memory_gib": None,
+    "trainers/job/rank.py:step": "returns free memory on a CPU; on a GPU it does nothing more",
     "trainers/job/rank.py:write_step_event": "needs a job's journal; reads a name and a maximum",
     "trainers/models/attention.py:RMSNorm.forward": None,
     "trainers/models/attention.py:send": None,
