@@ -184,14 +184,15 @@ class Rollouts:
         if not requests:
             return []
         known = await self._known(requests, version)
+        agent = self._agent.override(model=version.id, temperature=temperature, recorder=None)
         groups: dict[tuple[str, str], AttemptGroup] = {}
         for item in requests if self._judges else ():
             groups.setdefault((item.scope, item.task.id), AttemptGroup()).size += 1
         started = [
             self._start(
                 item,
+                agent,
                 version,
-                temperature,
                 known,
                 paired,
                 final,
@@ -219,9 +220,10 @@ class Rollouts:
         known: Set[str],
     ) -> None:
         """Start runs in the background that a kill had cut off. Nobody waits for them."""
+        agent = self._agent.override(model=version.id, temperature=temperature, recorder=None)
         for item in requests:
             if (name := self.name(item)) not in known and name not in self._begun:
-                self._left.append(self._start(item, version, temperature, {}))
+                self._left.append(self._start(item, agent, version, {}))
 
     async def stop(self) -> None:
         """Cancel the runs in progress, as if they had never begun."""
@@ -264,8 +266,8 @@ class Rollouts:
     def _start(
         self,
         item: RolloutRequest,
+        agent: Agent,
         version: ModelVersion,
-        temperature: float | None,
         known: dict[str, Run],
         paired: bool = False,
         final: bool = False,
@@ -274,7 +276,6 @@ class Rollouts:
         run_id = self.name(item)
         if run_id in self.going:
             return self.going[run_id]
-        agent = self._agent.override(model=version.id, temperature=temperature, recorder=None)
 
         async def one() -> Run:
             try:
