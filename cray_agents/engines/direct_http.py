@@ -18,7 +18,7 @@ _OK = b"http/1.1 200 "
 _LENGTH = b"\r\ncontent-length:"
 
 
-class Unusual(Exception):  # noqa: N818 - no error of the caller's: another client asks again
+class Unusual(Exception):
     """An answer that is not 200 with a length, or none. `status`: its status, 0 without one."""
 
     def __init__(self, status: int) -> None:

@@ -40,13 +40,13 @@ async def answer_chat(scope: Scope, receive: Receive, send: Send) -> Receive | N
             return receive_again
         request = ChatCompletionRequest.model_validate(body)
         answer = await _unless_left(receive, chat.create_chat_completion(request, Request(scope)))
-    except Exception:
+        if not isinstance(answer, ChatCompletionResponse | None):
+            return receive_again
+        content = answer and answer.model_dump_json().encode()
+    except Exception:  # noqa: BLE001 - the route meets it again, and tells the client
         return receive_again
-    if answer is None:
+    if content is None:
         return None
-    if not isinstance(answer, ChatCompletionResponse):
-        return receive_again
-    content = answer.model_dump_json().encode()
     length = (b"content-length", b"%d" % len(content))
     headers = [(b"content-type", b"application/json"), length]
     await send({"type": "http.response.start", "status": HTTPStatus.OK, "headers": headers})
