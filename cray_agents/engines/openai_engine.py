@@ -3,7 +3,7 @@
 The engine requests exact tokens, unless the server cannot report them. Retries (429, 408, 409,
 5xx, no connection) are the openai client's own, with its back-off. That client is imported when
 first used, as its import takes longer than all of ours. A gateway is asked directly at first
-(direct_http.py); if that comes to nothing, the openai client asks. Called by agent/description.py
+(plain_http.py); if that comes to nothing, the openai client asks. Called by agent/description.py
 and platform/transport.py.
 """
 
@@ -16,17 +16,18 @@ import random
 import sys
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
+from urllib.request import getproxies
 
 import orjson
 
-from cray_agents.engines.direct_http import DirectHttp, Unusual, is_direct
 from cray_agents.engines.no_real_models import check_real_model
 from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable, StoreError
 from cray_agents.exact_json import dump_json
+from cray_agents.plain_http import Connection, PlainHttp
 from cray_agents.records import REWARD_REFUSED, Run, digest
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class OpenAIEngine:
         self._retries = retries
         self._timeout = timeout
         self.connections = ClientPool(self._new_client)
-        self._direct = DirectHttp(self.base_url) if is_direct(self.base_url) else None
+        self._direct = _direct_client(self.base_url)
 
     async def chat(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answer a request. Raises EngineError and its subclasses, after retries."""
@@ -191,12 +192,13 @@ class OpenAIEngine:
             return None
         key = self._api_key if isinstance(self._api_key, str) else await self._api_key()
         headers = {"Authorization": f"Bearer {key}", **headers}
-        timeout = self._timeout or TIMEOUT
-        try:
-            return await self._direct.post(path, dump_json(body), headers, timeout)
-        except Unusual as unusual:
-            if unusual.status in (0, 408, 409, 429) or unusual.status >= 500:
-                await asyncio.sleep(random.uniform(0.3, 0.5))
+        path, timeout, status = urlsplit(self.base_url).path + path, self._timeout or TIMEOUT, 0
+        with suppress(OSError, ValueError):
+            status, _, content = await self._direct.post(path, dump_json(body), headers, timeout)
+            if status == 200:
+                return content
+        if status in (0, 408, 409, 429) or status >= 500:
+            await asyncio.sleep(random.uniform(0.3, 0.5))
         return None
 
     async def _chat_directly(self, request: dict[str, Any]) -> bytes | None:
@@ -306,6 +308,19 @@ class OpenAIEngine:
 def engine_at(base_url: str | None, api_key: str | None) -> OpenAIEngine:
     """Return the engine that all agents without their own engine share, per server and key."""
     return OpenAIEngine(base_url, api_key=api_key)
+
+
+def _direct_client(base_url: str) -> PlainHttp | None:
+    """Return a client without TLS and proxy, where neither is needed."""
+    parts = urlsplit(base_url)
+    if parts.scheme != "http" or getproxies():
+        return None
+
+    async def connect() -> Connection:
+        loop = asyncio.get_running_loop()
+        return (await loop.create_connection(Connection, parts.hostname, parts.port or 80))[1]
+
+    return PlainHttp(parts.netloc.rpartition("@")[2], connect)
 
 
 def run_event(run: Run) -> dict[str, Any]:
