@@ -28,6 +28,8 @@ class Answer(NamedTuple):
 class Connection(asyncio.Protocol):
     """A connection that carries one request at a time."""
 
+    transport: asyncio.Transport
+
     def __init__(self) -> None:
         self.closed = False
         self.idle_since = 0.0  # by the event loop's clock
@@ -36,16 +38,11 @@ class Connection(asyncio.Protocol):
         self._begins, self._ends = 0, 0  # where the body is
         self._answer: asyncio.Future[Answer] | None = None
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport; the event loop calls it."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
     def ask(self, request: bytes) -> asyncio.Future[Answer]:
         """Send a request; return its answer to come, which raises OSError or ValueError."""
         self._came, self._head = bytearray(), None
         self._answer = answer = asyncio.get_running_loop().create_future()
-        self._transport.write(request)
+        self.transport.write(request)
         if self.closed:
             self._fail(ConnectionResetError("the connection was closed"))
         return answer
@@ -53,7 +50,7 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         """End the connection, and what is under way on it."""
         self.closed = True
-        self._transport.abort()
+        self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Take a part of the answer; the event loop calls it."""
@@ -82,7 +79,9 @@ class Connection(asyncio.Protocol):
         headers = {name.lower(): value.strip() for name, _, value in named}
         self._head = int(first.split(" ", 2)[1]), headers
         self._begins = end + len(_END)
-        self._ends = self._begins + int(headers.get("content-length", "none given"))
+        if "content-length" not in headers:
+            raise ValueError("the answer has no length")
+        self._ends = self._begins + int(headers["content-length"])
         if headers.get("connection", "").lower() == "close":
             self.closed = True
         return True
@@ -94,13 +93,17 @@ class Connection(asyncio.Protocol):
             answer.set_exception(error)
 
 
+Connect = Callable[[], Awaitable[tuple[asyncio.Transport, Connection]]]
+
+
 class PlainHttp:
     """Connections to one server, one for each request under way, used again while they are young.
 
-    `host`: for the header of this name. `connect` opens a connection, on the running event loop.
+    `host`: for the header of this name. `connect` opens a connection on the running event loop, as
+    `create_connection` does for a `Connection`.
     """
 
-    def __init__(self, host: str, connect: Callable[[], Awaitable[Connection]]) -> None:
+    def __init__(self, host: str, connect: Connect) -> None:
         self._host, self._connect = host, connect
         # connections belong to the event loop that opened them
         self._idle: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[Connection]] = (
@@ -145,9 +148,11 @@ class PlainHttp:
     async def _open(self) -> Connection:
         try:
             async with asyncio.timeout(CONNECT):
-                return await self._connect()
+                transport, connection = await self._connect()
         except TimeoutError as error:
             raise ConnectionError(f"no connection within {CONNECT:g} s") from error
+        connection.transport = transport
+        return connection
 
     @staticmethod
     def _take(idle: list[Connection], now: float) -> Connection | None:

@@ -316,9 +316,9 @@ def _direct_client(base_url: str) -> PlainHttp | None:
     if parts.scheme != "http" or getproxies():
         return None
 
-    async def connect() -> Connection:
+    async def connect() -> tuple[asyncio.Transport, Connection]:
         loop = asyncio.get_running_loop()
-        return (await loop.create_connection(Connection, parts.hostname, parts.port or 80))[1]
+        return await loop.create_connection(Connection, parts.hostname, parts.port or 80)
 
     return PlainHttp(parts.netloc.rpartition("@")[2], connect)
 

@@ -307,11 +307,12 @@ class Http:
         self.active += 1
         try:
             named = {HEADER: self.secret, **headers}
-            answer = await self._plain.post(path, dump_json(body), named, self.timeout)
+            with well_formed(self._place(path, public_name)):
+                answer = await self._plain.post(path, dump_json(body), named, self.timeout)
         except TimeoutError as error:
             why = f"nothing came for {self.timeout:g} s"
             raise EngineTimeout(self._message(path, why, why, public_name)) from error
-        except (OSError, ValueError) as error:
+        except OSError as error:
             broke = "the connection to it broke off"
             message = self._message(path, str(error) or type(error).__name__, broke, public_name)
             raise EngineUnavailable(message) from error
@@ -321,12 +322,12 @@ class Http:
             raise to_engine_error(answer.status, answer.body, (str(body["model"]), public_name))
         return answer
 
-    async def _connect(self) -> Connection:
+    async def _connect(self) -> tuple[asyncio.Transport, Connection]:
         """Open a connection to the Unix socket; where many come at once, wait for its turn."""
         loop, path = asyncio.get_running_loop(), self.url.removeprefix(UNIX)
         while True:
             with suppress(BlockingIOError):
-                return (await loop.create_unix_connection(Connection, path))[1]
+                return await loop.create_unix_connection(Connection, path)
             await asyncio.sleep(_FULL)
 
     def _connector(self) -> aiohttp.BaseConnector:
