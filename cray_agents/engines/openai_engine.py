@@ -25,9 +25,9 @@ from urllib.request import getproxies
 import orjson
 
 from cray_agents.engines.no_real_models import check_real_model
+from cray_agents.engines.plain_http import Connection, PlainHttp
 from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable, StoreError
 from cray_agents.exact_json import dump_json
-from cray_agents.plain_http import Connection, PlainHttp
 from cray_agents.records import REWARD_REFUSED, Run, digest
 
 if TYPE_CHECKING:
@@ -318,7 +318,7 @@ def _direct_client(base_url: str) -> PlainHttp | None:
 
     async def connect() -> tuple[asyncio.Transport, Connection]:
         loop = asyncio.get_running_loop()
-        return await loop.create_connection(Connection, parts.hostname, parts.port or 80)
+        return await loop.create_connection(Connection, parts.hostname or "", parts.port or 80)
 
     return PlainHttp(parts.netloc.rpartition("@")[2], connect)
 

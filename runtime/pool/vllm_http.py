@@ -23,6 +23,7 @@ import aiohttp
 import orjson
 from aiohttp.client_proto import ResponseHandler
 
+from cray_agents.engines.plain_http import Answer, Connection, PlainHttp
 from cray_agents.errors import (
     CrayError,
     EngineError,
@@ -32,7 +33,6 @@ from cray_agents.errors import (
     VersionClosed,
 )
 from cray_agents.exact_json import dump_json
-from cray_agents.plain_http import Answer, Connection, PlainHttp
 from cray_agents.runtime.disk.turns import INLINE, off_loop
 from cray_agents.runtime.vllm_plugins import proof
 from cray_agents.runtime.vllm_plugins.wire import CLOSED, HEADER
