@@ -4,6 +4,7 @@ Each run is one call of 16 tokens. The model is random and tiny: what the other 
 the plumbing, whatever the model.
 """
 
+import asyncio
 import os
 import statistics
 from collections import defaultdict
@@ -13,6 +14,7 @@ from bench.iteration import odd
 from bench.rivals.process_tree import command_of, tree_of
 from bench.rounds import ROUNDS, row
 from cray_agents import Agent, Task
+from cray_agents.agent.user_code import wait_for
 from cray_agents.config import load_config
 from cray_agents.loop.rollouts import RolloutRequest, Rollouts
 from cray_agents.loop.version_gate import VersionGate
@@ -40,6 +42,11 @@ def processor_time(pid: int) -> dict[str, float]:
 
 async def main(home: Path) -> None:
     """Print a row of milliseconds a call by process, and one of all but the engine core."""
+    await asyncio.to_thread(wait_for, measure(home))  # as `Loop.run_sync` runs a loop
+
+
+async def measure(home: Path) -> None:
+    """Run loops on a platform of its own, and print their rows."""
     shape = ModelShape(init_std=0.15)
     make_seed_model(home / "model", seed=0, corpus=QUESTIONS, shape=shape)
     rounds: list[dict[str, float]] = []

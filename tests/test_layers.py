@@ -213,6 +213,7 @@ OWN_TASKS = {
     "cray_agents/agent/user_code.py": {"begin", "call", "shielded", "wait_for"},
     "cray_agents/server/compose.py": {"run", "wait_for_end"},  # end `up`
     "cray_agents/server/further_process.py": {"run_further"},  # end the gateway
+    "cray_agents/server/platform_process.py": {"lasting_key", "newest"},
     "cray_agents/server/gateway_parts.py": {"open_store"},
     "cray_agents/loop/collector.py": {"next"},
     "cray_agents/loop/live/traffic.py": {"_adopt"},
@@ -233,6 +234,7 @@ OWN_TASKS = {
     "runtime/pool/slurm_replica.py": {"_wait_for_place"},
     "runtime/pool/upkeep.py": {"_wait_until_lost", "keep_place"},
     "runtime/pool/weight_transfer.py": {"_next_line", "during"},
+    "runtime/vllm_plugins/chat_route.py": {"_unless_left"},
     "runtime/vllm_plugins/capture.py": {"_disconnect_on", "_send_later", "receive_or_disconnect"},
     "tools/mcp_client.py": {"_connect_once", "client"},
     "tools/sandbox/process.py": {"start"},

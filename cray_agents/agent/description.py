@@ -154,9 +154,13 @@ class AgentDescription(Generic[Deps, Output]):
         return copy
 
     def through(self, engine: ChatEngine) -> Self:
-        """A copy that asks through this engine, and keeps what is known of the server behind it."""
-        copy = replace(self, engine=engine)
-        object.__setattr__(copy, "server", self.server.for_engine(engine))
+        """A copy that asks through this engine, and keeps what is known of the server behind it.
+
+        A loop makes one for each run, so what was checked is not checked again.
+        """
+        copy = object.__new__(type(self))
+        changed = {"engine": engine, "server": self.server.for_engine(engine)}
+        vars(copy).update({each.name: getattr(self, each.name) for each in fields(self)} | changed)
         return copy
 
     def without_examples(self, history: Sequence[Message]) -> list[Message]:

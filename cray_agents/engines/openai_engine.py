@@ -2,26 +2,32 @@
 
 The engine requests exact tokens, unless the server cannot report them. Retries (429, 408, 409,
 5xx, no connection) are the openai client's own, with its back-off. That client is imported when
-first used, as its import takes longer than all of ours. Called by agent/description.py and
-platform/transport.py.
+first used, as its import takes longer than all of ours. A gateway is asked directly at first
+(plain_http.py); if that comes to nothing, the openai client asks. Called by agent/description.py
+and platform/transport.py.
 """
 
 import asyncio
 import functools
 import logging
+import math
 import os
+import random
 import sys
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
+from urllib.request import getproxies
 
 import orjson
 
 from cray_agents.engines.no_real_models import check_real_model
+from cray_agents.engines.plain_http import Connection, PlainHttp
 from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable, StoreError
+from cray_agents.exact_json import dump_json
 from cray_agents.records import REWARD_REFUSED, Run, digest
 
 if TYPE_CHECKING:
@@ -76,6 +82,8 @@ class ClientPool:
 
 URL = "http://127.0.0.1:8000/v1"
 RETRIES = 4  # after about 0.5, 1, 2 and 4 s: enough for the restart of a replica
+TIMEOUT = 600.0  # seconds, as the openai client's own
+REPEATED = "x-stainless-retry-count"  # the openai client's header of a request that it sends again
 #: The first two are for vLLM. A gateway answers the third in their place, at less cost.
 _EXACT = {"return_token_ids": True, "logprobs": True, "return_samples": True}
 _REJECTED = (400, 422)  # HTTP status of servers that do not know a field
@@ -97,7 +105,7 @@ class OpenAIEngine:
         base_url: default $CRAY_AGENTS_URL, else http://127.0.0.1:8000/v1.
         api_key: default $CRAY_AGENTS_API_KEY, else "none". A function is called for each request.
         retries: repetitions of a request to an overloaded or absent server.
-        timeout: seconds per request; default: the openai client's (600).
+        timeout: seconds per request; default: 600.
         exact_tokens: True to request token ids and logprobs. None: request them until the server
             turns out not to know them.
     """
@@ -120,13 +128,19 @@ class OpenAIEngine:
         self._retries = retries
         self._timeout = timeout
         self.connections = ClientPool(self._new_client)
+        self._direct = _direct_client(self.base_url)
 
     async def chat(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answer a request. Raises EngineError and its subclasses, after retries."""
-        with self.connections.borrow() as client:
-            raw = await self._send(client, request, stream=False)
+        check_real_model(self.base_url)
+        content = await self._chat_directly(request)
+        if content is None:
+            repeated = {REPEATED: "1", **request.get("extra_headers", {})}
+            again = {**request, "extra_headers": repeated} if self.gateway else request
+            with self.connections.borrow() as client:
+                content = (await self._send(client, again, stream=False)).content
         try:
-            completion = orjson.loads(raw.content)
+            completion = orjson.loads(content)
         except orjson.JSONDecodeError as error:
             raise EngineError(f"{self.base_url} answered with no JSON: {error}") from error
         if not isinstance(completion, dict):
@@ -136,6 +150,7 @@ class OpenAIEngine:
 
     async def stream(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Answer as chunks. Raises as `chat` does. After the first chunk nothing is retried."""
+        check_real_model(self.base_url)
         with self.connections.borrow() as client:
             raw = await self._send(client, request, stream=True)
             with self._translate_errors():
@@ -150,12 +165,14 @@ class OpenAIEngine:
         """
         if not await self._is_gateway():
             return
+        path, body = f"/trajectories/{quote(run.id, safe='')}/events", {"events": [run_event(run)]}
+        if await self.post_directly(path, body) is not None:
+            return
         import openai
 
-        path = f"/trajectories/{quote(run.id, safe='')}/events"
         try:
             with self.connections.borrow() as client:
-                await client.post(path, cast_to=object, body={"events": [run_event(run)]})
+                await client.post(path, cast_to=object, body=body)
         except openai.OpenAIError as error:
             refused = getattr(error, "code", None) == REWARD_REFUSED
             raise StoreError(
@@ -164,8 +181,38 @@ class OpenAIEngine:
                 code=REWARD_REFUSED if refused else None,
             ) from error
 
+    async def post_directly(self, path: str, body: Any, **headers: str) -> bytes | None:
+        """Return the answer of a gateway to JSON posted at a path below `base_url`.
+
+        None where the openai client has to ask: it has the retries, and the errors. The request may
+        have been carried out all the same. Before that, an overloaded or absent gateway gets a
+        moment. Numbers that are not finite have no JSON, and it says so.
+        """
+        if self._direct is None or not self.gateway:
+            return None
+        key = self._api_key if isinstance(self._api_key, str) else await self._api_key()
+        headers = {"Authorization": f"Bearer {key}", **headers}
+        path, timeout, status = urlsplit(self.base_url).path + path, self._timeout or TIMEOUT, 0
+        with suppress(OSError, ValueError):
+            status, _, content = await self._direct.post(path, dump_json(body), headers, timeout)
+            if status == 200:
+                return content
+        if status in (0, 408, 409, 429) or status >= 500:
+            await asyncio.sleep(random.uniform(0.3, 0.5))
+        return None
+
+    async def _chat_directly(self, request: dict[str, Any]) -> bytes | None:
+        exact = {} if self.exact_tokens is False else _EXACT
+        body = {**exact, **request, "stream": False}
+        headers = body.pop("extra_headers", None) or {}
+        if any(isinstance(value, float) and not math.isfinite(value) for value in body.values()):
+            return None
+        return await self.post_directly("/chat/completions", body, **headers)
+
     async def close(self) -> None:
         """Close this event loop's connections; the next request opens new ones."""
+        if self._direct is not None:
+            self._direct.close()
         await self.connections.close()
 
     def _new_client(self) -> "AsyncOpenAI":
@@ -183,7 +230,6 @@ class OpenAIEngine:
 
     async def _send(self, client: "AsyncOpenAI", request: dict[str, Any], *, stream: bool) -> Any:
         """Send a request, for exact tokens if possible; return the openai client's raw response."""
-        check_real_model(self.base_url)
         if self.exact_tokens is False:
             return await self._create(client, request, stream=stream)
         try:
@@ -262,6 +308,19 @@ class OpenAIEngine:
 def engine_at(base_url: str | None, api_key: str | None) -> OpenAIEngine:
     """Return the engine that all agents without their own engine share, per server and key."""
     return OpenAIEngine(base_url, api_key=api_key)
+
+
+def _direct_client(base_url: str) -> PlainHttp | None:
+    """Return a client without TLS and proxy, where neither is needed."""
+    parts = urlsplit(base_url)
+    if parts.scheme != "http" or getproxies():
+        return None
+
+    async def connect() -> tuple[asyncio.Transport, Connection]:
+        loop = asyncio.get_running_loop()
+        return await loop.create_connection(Connection, parts.hostname or "", parts.port or 80)
+
+    return PlainHttp(parts.netloc.rpartition("@")[2], connect)
 
 
 def run_event(run: Run) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class ActiveRollout:
         return f"{self.run_id}-retry{number}" if number else self.run_id
 
     def leave_behind(self) -> None:
-        """Free this straggler's concurrency slot: it is waiting for a tool, not for the engine."""
+        """Free the concurrency slot: what is left to do is not the engine's, as a tool's work."""
         if self.begun is not None and not self.left_behind and not self.task.done():
             self.left_behind = True
             self.places.release()
@@ -184,14 +184,15 @@ class Rollouts:
         if not requests:
             return []
         known = await self._known(requests, version)
+        agent = self._agent.override(model=version.id, temperature=temperature, recorder=None)
         groups: dict[tuple[str, str], AttemptGroup] = {}
         for item in requests if self._judges else ():
             groups.setdefault((item.scope, item.task.id), AttemptGroup()).size += 1
         started = [
             self._start(
                 item,
+                agent,
                 version,
-                temperature,
                 known,
                 paired,
                 final,
@@ -219,9 +220,10 @@ class Rollouts:
         known: Set[str],
     ) -> None:
         """Start runs in the background that a kill had cut off. Nobody waits for them."""
+        agent = self._agent.override(model=version.id, temperature=temperature, recorder=None)
         for item in requests:
             if (name := self.name(item)) not in known and name not in self._begun:
-                self._left.append(self._start(item, version, temperature, {}))
+                self._left.append(self._start(item, agent, version, {}))
 
     async def stop(self) -> None:
         """Cancel the runs in progress, as if they had never begun."""
@@ -264,8 +266,8 @@ class Rollouts:
     def _start(
         self,
         item: RolloutRequest,
+        agent: Agent,
         version: ModelVersion,
-        temperature: float | None,
         known: dict[str, Run],
         paired: bool = False,
         final: bool = False,
@@ -274,7 +276,6 @@ class Rollouts:
         run_id = self.name(item)
         if run_id in self.going:
             return self.going[run_id]
-        agent = self._agent.override(model=version.id, temperature=temperature, recorder=None)
 
         async def one() -> Run:
             try:
@@ -330,7 +331,8 @@ class Rollouts:
             tried.append(recorded)
         if tried and needs_scoring(tried[-1]):
             whole = await self.platform.run(tried[-1].id)  # with its tokens
-            return await self._scored(prepare_rescoring(whole, agent.output_type), again=True)
+            whole = prepare_rescoring(whole, agent.output_type)
+            return await self._scored(whole, going, again=True)
         if tried and (final or not failed_by_infrastructure(tried[-1])):
             return tried[-1]
         seed = self._seed(item, paired)
@@ -339,7 +341,7 @@ class Rollouts:
             await asyncio.sleep(wait)
             run_id = going.attempt(len(tried))
             run = await self._carried_out(agent, version, item, going, run_id, seed)
-            tried.append(await self._scored(run))
+            tried.append(await self._scored(run, going))
             if not failed_by_infrastructure(tried[-1]):
                 break
         return tried[-1]
@@ -368,8 +370,8 @@ class Rollouts:
             seed=seed,
         )
 
-    async def _scored(self, run: Run, *, again: bool = False) -> Run:
-        """Score a run and record it. A reward that fails is tried again alone.
+    async def _scored(self, run: Run, going: ActiveRollout, *, again: bool = False) -> Run:
+        """Score a run and record it, in no slot. A reward that fails is tried again alone.
 
         `again`: the run is on record already, without its rewards.
         """
@@ -380,6 +382,8 @@ class Rollouts:
                 break
         if again and (needs_scoring(done) or self._judges):
             return done
+        if not failed_by_infrastructure(done):  # such a one may be tried again
+            going.leave_behind()
         given = bool(run.rewards) and not again
         if self._judges and not needs_scoring(done) and not failed_by_infrastructure(done):
             waits = RunError(type=UNSCORED, message="not judged yet: its group is judged together")

@@ -50,6 +50,7 @@ class Transport:
     def __init__(self, url: str, api_key: KeySource | None) -> None:
         self.url = url
         self.engine = OpenAIEngine(url, api_key=api_key, exact_tokens=True)
+        self.engine.gateway = True
 
     async def get(self, path: str, query: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the JSON answer of a GET. A list in the query repeats its name."""
@@ -203,6 +204,7 @@ def typed_error(error: "openai.APIStatusError") -> CrayError:
 
 
 MAX_EVENTS = 16  # runs a request, few enough that the platform reads them quickly
+LINGER = 0.02  # seconds that a group waits for more; a run's own calls are not delayed
 
 Event = dict[str, Any]
 
@@ -234,6 +236,7 @@ class Recording:
         """Send a group after the request before has ended in any way; fill the group until then."""
         if before is not None:
             await asyncio.wait({before})
+        await asyncio.sleep(LINGER)
         if self._group is group:
             self._group = []
         await self._send(group)

@@ -172,14 +172,21 @@ def lasting_key(info: dict[str, Any]) -> KeySource | None:
     if os.environ.get("CRAY_AGENTS_API_KEY") or "root" not in info:
         return key(info)
     home, secret, until = Home(Path(info["root"])), "", 0.0
+    reading: asyncio.Future[dict[str, Any] | None] | None = None  # one for all that wait
 
     async def newest() -> str:
-        nonlocal secret, until
+        nonlocal secret, until, reading
         deadline = time.monotonic() + FOLLOWED_SECONDS
         while time.monotonic() > until:
+            if (
+                reading is None
+                or reading.done()
+                or reading.get_loop() is not asyncio.get_running_loop()
+            ):
+                reading = asyncio.ensure_future(asyncio.to_thread(owner, home))
             holder = None
             with suppress(SetupError, OSError):
-                holder = await asyncio.to_thread(owner, home)
+                holder = await asyncio.shield(reading)
             if holder is not None:
                 secret = holder.get("token", "none")
                 until = time.monotonic() + (FRESH if holder["pid"] else FRESH_ELSEWHERE)

@@ -32,7 +32,7 @@ from cray_agents.ports import EngineCall, PromptScore, SampledSequence
 from cray_agents.records import WeightChange
 from cray_agents.runtime.disk.turns import off_loop
 from cray_agents.runtime.pool.golden_probe import weights_of
-from cray_agents.runtime.pool.vllm_http import MALFORMED, Http, to_engine_error
+from cray_agents.runtime.pool.vllm_http import MALFORMED, Http, to_engine_error, well_formed
 from cray_agents.runtime.pool.weight_transfer import (
     STUCK,
     TransferSettings,
@@ -142,9 +142,12 @@ class VllmEngine:
         return self._answer_stream(exchange) if exchange.streams else self._answer_whole(exchange)
 
     async def _answer_whole(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
-        async with self._send(exchange) as response:
-            content = await response.read()
-            size = int(response.headers.get(BODY, len(content)))
+        request, headers = self._request(exchange)
+        asked = (exchange.path, request, headers, exchange.version, exchange.size)
+        answer = await self._http.post(*asked)
+        content = answer.body
+        with well_formed(f"the replica of {exchange.version}"):
+            size = int(answer.headers.get(BODY, len(content)))
             exchange.samples = await _parse_samples(content[size:]) if exchange.capture else []
         if exchange.capture:
             exchange.version = next((s.version for s in exchange.samples), "") or exchange.version
@@ -179,7 +182,8 @@ class VllmEngine:
             log.warning("%s: the stream of %s ended before its end", self.url, exchange.id)
             raise EngineUnavailable(f"the replica of {exchange.version}: its stream broke off")
 
-    def _send(self, exchange: EngineCall) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    def _request(self, exchange: EngineCall) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return the body and the headers of a call."""
         headers = {"X-Request-Id": exchange.id}
         if exchange.traceparent:
             headers["traceparent"] = exchange.traceparent
@@ -189,7 +193,10 @@ class VllmEngine:
             headers[CAPTURE] = exchange.id
             if not exchange.request.get("tools"):  # vLLM's parsers of calls know single tokens best
                 headers[MERGE] = "1"
-        request = {**exchange.request, "model": self.model}
+        return {**exchange.request, "model": self.model}, headers
+
+    def _send(self, exchange: EngineCall) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        request, headers = self._request(exchange)
         return self._http.answer(
             *("POST", exchange.path, request),
             headers=headers,

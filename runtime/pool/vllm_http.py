@@ -13,7 +13,7 @@ import re
 import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -23,6 +23,7 @@ import aiohttp
 import orjson
 from aiohttp.client_proto import ResponseHandler
 
+from cray_agents.engines.plain_http import Answer, Connection, PlainHttp
 from cray_agents.errors import (
     CrayError,
     EngineError,
@@ -215,9 +216,12 @@ class Http:
         self.active = 0  # requests under way
         self.secret, self._tls = secret, tls
         self._session: aiohttp.ClientSession | None = None
+        self._plain = PlainHttp("engine", self._connect) if url.startswith(UNIX) else None
 
     async def close(self) -> None:
         """Drop the connections."""
+        if self._plain is not None:
+            self._plain.close()
         session, self._session = self._session, None  # first: what comes meanwhile gets another
         if session is not None:
             await session.close()
@@ -287,6 +291,44 @@ class Http:
             raise (EngineTimeout if late else EngineUnavailable)(message) from error
         finally:
             self.active -= 1
+
+    async def post(
+        self, path: str, body: dict[str, Any], headers: dict[str, str], public_name: str, size: int
+    ) -> Answer:
+        """Return the answer to a POST in one piece. Its arguments and errors are those of `answer`.
+
+        At a Unix socket it takes a third of aiohttp's processor time.
+        """
+        if self._plain is None or size > INLINE:
+            options: Any = {"headers": headers, "public_name": public_name, "size": size}
+            async with self.answer("POST", path, body, **options) as response:
+                told = {name.lower(): value for name, value in response.headers.items()}
+                return Answer(response.status, told, await response.read())
+        self.active += 1
+        try:
+            named = {HEADER: self.secret, **headers}
+            with well_formed(self._place(path, public_name)):
+                answer = await self._plain.post(path, dump_json(body), named, self.timeout)
+        except TimeoutError as error:
+            why = f"nothing came for {self.timeout:g} s"
+            raise EngineTimeout(self._message(path, why, why, public_name)) from error
+        except OSError as error:
+            broke = "the connection to it broke off"
+            message = self._message(path, str(error) or type(error).__name__, broke, public_name)
+            raise EngineUnavailable(message) from error
+        finally:
+            self.active -= 1
+        if answer.status >= 300:
+            raise to_engine_error(answer.status, answer.body, (str(body["model"]), public_name))
+        return answer
+
+    async def _connect(self) -> tuple[asyncio.Transport, Connection]:
+        """Open a connection to the Unix socket; where many come at once, wait for its turn."""
+        loop, path = asyncio.get_running_loop(), self.url.removeprefix(UNIX)
+        while True:
+            with suppress(BlockingIOError):
+                return await loop.create_unix_connection(Connection, path)
+            await asyncio.sleep(_FULL)
 
     def _connector(self) -> aiohttp.BaseConnector:
         if self.url.startswith(UNIX):

@@ -24,7 +24,7 @@ from cray_agents.runtime.store.segments.line_format import Placed, event_in
 from cray_agents.runtime.store.segments.reader import Damage, Moved, Segment, Segments
 from cray_agents.runtime.store.segments.sealed import COMPACTED
 
-GATHER_INTERVAL = 0.1  # seconds
+GATHER_INTERVAL = 0.5  # seconds; who reads does not wait for its end
 GATHERED = 2_000  # events of a transaction, about
 MAX_BEHIND = 20_000  # events that may wait; then commits wait too
 

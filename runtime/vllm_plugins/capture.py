@@ -27,6 +27,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import RequestState
 
+from cray_agents.runtime.vllm_plugins import chat_route
 from cray_agents.runtime.vllm_plugins.routes import encode
 from cray_agents.runtime.vllm_plugins.scheduler import MARK
 from cray_agents.runtime.vllm_plugins.wire import ABORT, BODY, CAPTURE, EVENT, MERGE, VERSION
@@ -188,7 +189,8 @@ class _ProcessorFactory:
             params.logprobs = 0  # the sampled token's alone
         # a stop string is detected in this process, and loses logprobs kept in the engine core
         if not wants_logprobs and not params.stop:
-            params.extra_args = {**(params.extra_args or {}), MARK: True}
+            waits = params.output_kind is RequestOutputKind.FINAL_ONLY
+            params.extra_args = {**(params.extra_args or {}), MARK: waits}
         processor: CapturingProcessor = CapturingProcessor.from_new_request(
             tokenizer=tokenizer, request=request
         )
@@ -236,8 +238,13 @@ class Capture:
         self._aborts[name] = abort, answer.samples
         token = _capture.set(answer.samples)
         _merge.set(_header(scope, MERGE) is not None)
+        left: Receive | None = receive
         try:
-            await self.app(scope, _disconnect_on(abort, receive), answer.take)
+            if scope["path"] == chat_route.PATH:
+                left = await chat_route.answer_chat(scope, receive, answer.take)
+            if left is not None:
+                answer.samples.clear()  # of an attempt that failed
+                await self.app(scope, _disconnect_on(abort, left), answer.take)
             await answer.end(abort.is_set())
         finally:
             answer.close()

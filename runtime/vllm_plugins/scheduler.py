@@ -1,4 +1,4 @@
-"""Scheduler: key vLLM's prefix cache by the weights, and send captured logprobs in few pieces.
+"""Scheduler: key vLLM's prefix cache by the weights, and send what is captured in few pieces.
 
 runtime/pool/vllm_process.py starts vLLM with the factory `scheduler`. All scheduling stays
 vLLM's.
@@ -10,9 +10,11 @@ outlive a process, and for requests in flight during a change. Where blocks are 
 (kv_tier.py) an adapter counts by its hash, not by the name of its one load, so that a later process
 finds them. A probe shares its blocks with nobody: it may have computed them with wrong weights.
 
-Logprobs: vLLM sends three small arrays per request and step, which cost more to pack and unpack
-than the rest of the message. For requests that capture.py marked, logprobs are kept here and sent
-every `EVERY` tokens, at the end, and when capture.py asks for them before it aborts a request.
+Pieces: vLLM sends every token on its own, with three small arrays for its logprob. Its server's
+work for that, in the one process that all requests share, costs more than a small model. For
+requests that capture.py marked, logprobs are kept here and sent every `EVERY` tokens, at the end,
+and when capture.py asks for them before it aborts a request. Where nobody reads the answer before
+its end, the tokens wait as well, after the first one; before the weights change they are sent.
 """
 
 import functools
@@ -20,6 +22,7 @@ import hashlib
 import re
 import secrets
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,14 +31,17 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
 from cray_agents.runtime.vllm_plugins.wire import PROBE, TIER
 
-MARK = "cray_agents_capture"  # in a request's extra_args
+MARK = "cray_agents_capture"  # in a request's extra_args: True if its tokens may wait, too
 EVERY = 64  # tokens
+#: What an output has beside its tokens that must not wait; the statistics come with the first one.
+_AT_ONCE = ("prefill_stats", "events", "routed_experts", "new_sampling_mask")
 COMPILERS = 16  # threads; vLLM has one per two cores, and one slow schema held up all others
 
 
@@ -54,6 +60,9 @@ def _extend_engine_core() -> None:
 
     @functools.wraps(original)
     def set_weight_version(core: EngineCore, weight_version: str) -> None:
+        for client, outputs in core.scheduler.take_tokens().items():
+            outputs.weight_version = core.get_weight_version()
+            core.output_queue.put_nowait((client, outputs))
         original(core, weight_version)
         core.scheduler.change_weights(weight_version)
 
@@ -71,14 +80,23 @@ class _Columns:
         return index, count
 
 
+@dataclass
+class _Kept:
+    """What a marked request has sampled and the server does not have; `waits`: see MARK."""
+
+    waits: bool
+    logprobs: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+
 class LeanScheduler(Scheduler):  # type: ignore[misc]
-    """Scheduler that batches logprobs of marked requests, and runs only probes on new weights."""
+    """Scheduler that batches outputs of marked requests, and runs only probes on new weights."""
 
     waiting: Any
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self._logprobs: dict[str, list[float]] = {}  # not sent yet, by id of a marked request
+        self._kept: dict[str, _Kept] = {}  # by id of a marked request
         self._awaited: set[str] = set()  # of those, requests whose logprobs are no longer kept
         self._label, self._key = "", _hash("")
         offloads = type(self.connector).__name__ == "OffloadingConnector"
@@ -159,7 +177,7 @@ class LeanScheduler(Scheduler):  # type: ignore[misc]
         """Queue a request; postpone it while the weights are unproven, unless it is a probe."""
         extra = _extra_args(request)
         if MARK in extra:
-            self._logprobs[request.request_id] = []
+            self._kept[request.request_id] = _Kept(extra[MARK])
         alone = secrets.token_hex(8) if PROBE in extra else ""
         self._set_salt(request, (request.cache_salt or "") + alone)
         super().add_request(request)
@@ -175,20 +193,31 @@ class LeanScheduler(Scheduler):  # type: ignore[misc]
 
     def send_logprobs(self, request_ids: list[str]) -> None:
         """Send the kept logprobs of these requests with their next tokens, and keep no more."""
-        self._awaited.update(self._logprobs.keys() & set(request_ids))
+        self._awaited.update(self._kept.keys() & set(request_ids))
+
+    def take_tokens(self) -> dict[int, EngineCoreOutputs]:
+        """Return the tokens that wait, for each of the engine core's clients."""
+        taken: dict[int, EngineCoreOutputs] = {}
+        for request_id, kept in self._kept.items():
+            if kept.tokens:
+                client = self.requests[request_id].client_index
+                tokens, kept.tokens = kept.tokens, []
+                outputs = taken.setdefault(client, EngineCoreOutputs(outputs=[])).outputs
+                outputs.append(EngineCoreOutput(request_id, tokens))
+        return taken
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
-        """End aborted requests, and drop their logprobs."""
+        """End aborted requests, and drop what was kept of them."""
         finished = super().finish_requests(request_ids, finished_status)
         for request in finished:
-            self._logprobs.pop(request.request_id, None)
+            self._kept.pop(request.request_id, None)
             self._awaited.discard(request.request_id)
         if self._postponed is not None:
             self._postponed.remove_requests(finished)
         return finished
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Process a step's output; keep or send the logprobs of marked requests."""
+        """Process a step's output; keep or send what marked requests sampled."""
         whole = model_runner_output.logprobs
         if whole is None:
             return super().update_from_output(scheduler_output, model_runner_output)
@@ -196,24 +225,37 @@ class LeanScheduler(Scheduler):  # type: ignore[misc]
         clients = super().update_from_output(scheduler_output, model_runner_output)
         starts, column = whole.cu_num_generated_tokens, whole.logprobs[:, 0].tolist()
         for client in clients.values():
+            sent = []
             for output in client.outputs:
-                if output.new_logprobs is None:
-                    continue
-                index, count = output.new_logprobs
-                kept = self._logprobs.get(output.request_id)
-                if kept is None:
-                    output.new_logprobs = whole.slice_request(index, count)
-                    continue
-                start = starts[index] if starts is not None else index
-                kept += column[start : start + count]
-                last = output.finish_reason is not None or output.request_id in self._awaited
-                output.new_logprobs = _pack(kept) if last or len(kept) >= EVERY else None
-                if last:
-                    del self._logprobs[output.request_id]
-                    self._awaited.discard(output.request_id)
-                elif output.new_logprobs is not None:
-                    kept.clear()
+                kept = self._kept.get(output.request_id)
+                if output.new_logprobs is not None:
+                    index, count = output.new_logprobs
+                    if kept is None:
+                        output.new_logprobs = whole.slice_request(index, count)
+                    else:
+                        output.new_logprobs = None
+                        start = starts[index] if starts is not None else index
+                        kept.logprobs += column[start : start + count]
+                if kept is None or self._add_kept(output, kept):
+                    sent.append(output)
+            client.outputs = sent
         return clients
+
+    def _add_kept(self, output: EngineCoreOutput, kept: _Kept) -> bool:
+        """Add to a marked request's output what is due; return False if it can wait as a whole."""
+        last = output.finish_reason is not None or output.request_id in self._awaited
+        if last or len(kept.logprobs) >= EVERY:
+            output.new_logprobs = _pack(kept.logprobs) if kept.logprobs else None
+            kept.logprobs = []
+        elif kept.waits and not any(getattr(output, name) is not None for name in _AT_ONCE):
+            kept.tokens += output.new_token_ids
+            return False
+        output.new_token_ids = kept.tokens + output.new_token_ids
+        kept.tokens = []
+        if last:
+            del self._kept[output.request_id]
+            self._awaited.discard(output.request_id)
+        return True
 
 
 class AsyncLeanScheduler(LeanScheduler, AsyncScheduler):  # type: ignore[misc]

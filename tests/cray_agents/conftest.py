@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -26,15 +27,21 @@ class Server:
         self.record_status = 200
         self.requests: list[dict[str, Any]] = []
         self.ports: list[int] = []  # of the clients' ends
-        self.run_ids: list[str | None] = []
+        self.headers: list[Headers] = []
+        self.request: Request | None = None  # the newest
         self.events: list[dict[str, Any]] = []
         self.url = ""
+
+    @property
+    def run_ids(self) -> list[str | None]:
+        return [headers.get("x-run-id") for headers in self.headers]
 
     async def chat(self, request: Request) -> Response:
         body = await request.json()
         self.requests.append(body)
         self.ports.append(request.client.port if request.client else 0)
-        self.run_ids.append(request.headers.get("x-run-id"))
+        self.headers.append(request.headers)
+        self.request = request
         reply = self.answer(body)
         if hasattr(reply, "__await__"):
             reply = await reply

@@ -343,3 +343,90 @@ def test_a_client_of_an_ended_event_loop_says_nothing(server, caplog):
     asyncio.run(ask_once())
     asyncio.run(collect())
     assert not caplog.records
+
+
+# ---- a gateway, asked directly
+
+
+def chunked() -> Response:
+    async def body() -> AsyncIterator[bytes]:
+        yield json.dumps(answer()).encode()
+
+    return StreamingResponse(body(), media_type="application/json")
+
+
+async def test_a_gateway_is_asked_directly_over_few_connections(server):
+    server.answer = lambda body: answer(body["messages"][0]["content"] + "é")
+    engine = OpenAIEngine(server.url, api_key=key)
+    engine.gateway = True
+    run = {"X-Run-Id": "run_7"}
+    for text in ("short", "long " * 100_000):
+        asked = {"model": "m", "messages": [{"role": "user", "content": text}]}
+        told = await engine.chat({**asked, "seed": 10**30, "extra_headers": run})
+        assert told == answer(text + "é")
+        assert server.requests.pop()["seed"] == 10**30
+    assert server.run_ids == ["run_7"] * 2 and len(set(server.ports)) == 1
+    assert all("x-stainless-lang" not in headers for headers in server.headers)
+    assert {headers["authorization"] for headers in server.headers} == {"Bearer sk-late"}
+    await engine.close()
+    assert (await engine.chat(ASK))["id"] == "c1" and len(set(server.ports)) == 2
+
+
+async def key() -> str:
+    return "sk-late"
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [lambda: refusal(503), lambda: refusal(429), chunked, lambda: Response(status_code=204)],
+    ids=["unavailable", "too many", "without a length", "no answer"],
+)
+async def test_what_a_gateway_does_not_answer_the_openai_client_asks_again(server, odd):
+    replies = [odd()]
+    server.answer = lambda body: replies.pop() if replies else answer()
+    engine = OpenAIEngine(server.url, retries=1)
+    engine.gateway = True
+    assert (await engine.chat(ASK)) == answer()
+    first, second = server.headers
+    assert "x-stainless-lang" not in first and second["x-stainless-retry-count"] == "1"
+
+
+async def test_a_gateway_that_closes_its_connections_or_refuses(server):
+    engine = OpenAIEngine(server.url)
+    engine.gateway = True
+    server.answer = lambda body: JSONResponse(answer(), headers={"connection": "close"})
+    for _ in range(3):
+        assert (await engine.chat(ASK)) == answer()
+        await asyncio.sleep(0.05)  # until the end of the connection is seen
+    assert len(set(server.ports)) == 3 and len(server.requests) == 3
+    server.answer = lambda body: refusal(400, "context too long")
+    with pytest.raises(EngineError, match="context too long") as caught:
+        await engine.chat(ASK)
+    assert (caught.value.status, caught.value.code) == (400, "some_code")
+    engine = OpenAIEngine(server.url, retries=0)
+    engine.gateway = True
+    with pytest.raises(EngineError):  # what HTTP cannot carry is refused in the client's words
+        await engine.chat({**ASK, "extra_headers": {"X-Run-Id": "a\r\nX-Other: b"}})
+    assert "b" not in {headers.get("x-other") for headers in server.headers}
+
+
+async def test_a_cancelled_call_leaves_the_gateway(server):
+    left = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    async def until_left(body: Any) -> Any:
+        while (await server.request.receive())["type"] != "http.disconnect":
+            pass
+        loop.call_soon_threadsafe(left.set)
+        return answer()
+
+    server.answer = until_left
+    engine = OpenAIEngine(server.url)
+    engine.gateway = True
+    task = asyncio.create_task(engine.chat(ASK))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    async with asyncio.timeout(20):
+        await left.wait()

@@ -303,39 +303,41 @@ async def test_no_block_of_the_prefix_cache_outlives_its_weights(serving: Servin
     await serving.swap("m@1")
 
 
-async def test_kept_streams_go_on_under_new_weights_and_tell_from_where(serving: Serving) -> None:
+async def test_kept_answers_go_on_under_new_weights_and_tell_from_where(serving: Serving) -> None:
     serving.pool.swap_mode = "keep"
     begun = asyncio.Semaphore(0)
-    probe = golden_probe(serving.models["m@2"])  # now: the streams would end meanwhile
-    request = {"messages": CHAT, "max_tokens": 600, "ignore_eos": True, "stream": True}
+    probe = golden_probe(serving.models["m@2"])  # now: the answers would end meanwhile
+    request = {"messages": CHAT, "max_tokens": 600, "ignore_eos": True}
 
     async def one(number: int) -> EngineCall:
-        asked = EngineCall("/v1/chat/completions", request | {"seed": number}, new_id("x")[2:])
+        body = request | {"seed": number, "stream": number % 2 == 0}
+        asked = EngineCall("/v1/chat/completions", body, new_id("x")[2:])
         async for piece in serving.pool.answer("m@1", asked):
             assert piece.count(b'"model":') == piece.count(b'"model":"m@1"')
             begun.release()
         return asked
 
-    streams = [asyncio.create_task(one(number)) for number in range(32)]
+    answers = [asyncio.create_task(one(number)) for number in range(32)]
     for _ in range(40):
         await begun.acquire()
     report = await serving.pool.swap(serving.models["m@2"], "m@2", probe)
     assert set(report.seconds) == {"pause", "load", "prove", "resume"}
-    crossed = []
-    for asked in await asyncio.gather(*streams):
+    crossed = {}
+    for asked in await asyncio.gather(*answers):
         (sample,) = asked.samples
         assert len(sample.token_ids) == len(sample.logprobs) == 600
         if sample.seams:
             (seam,) = sample.seams
             assert (sample.version, seam.model) == ("m@1", "m@2") and 0 < seam.at < 600
-            crossed.append((sample, seam.at))
+            crossed[asked.streams] = sample, seam.at
         else:  # it had ended, or waited in vLLM, when the weights changed
             assert sample.version in ("m@1", "m@2")
-    sample, at = crossed[0]
-    for place, version in ((at - 1, "m@1"), (at, "m@2"), (599, "m@2")):
-        before = sample.prompt_token_ids + sample.token_ids[:place]
-        truly = true_logprob(serving.models[version], before, sample.token_ids[place])
-        assert sample.logprobs[place] == pytest.approx(truly, abs=1e-3)
+    assert set(crossed) == {True, False}
+    for sample, at in crossed.values():
+        for place, version in ((at - 1, "m@1"), (at, "m@2"), (599, "m@2")):
+            before = sample.prompt_token_ids + sample.token_ids[:place]
+            truly = true_logprob(serving.models[version], before, sample.token_ids[place])
+            assert sample.logprobs[place] == pytest.approx(truly, abs=1e-3)
     serving.pool.swap_mode = "drain"
     await serving.swap("m@1")
 

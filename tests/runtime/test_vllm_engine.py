@@ -67,6 +67,11 @@ class Wire:
 
     async def _answer(self, writer: asyncio.StreamWriter) -> None:
         head = b"HTTP/1.1 %d OK\r\nconnection: close\r\ntransfer-encoding: chunked\r\n%s\r\n\r\n"
+        if b"/json" in self.head:  # a whole answer
+            body = b"".join(self.pieces)
+            head = head.replace(b"transfer-encoding: chunked", b"content-length: %d" % len(body))
+            writer.write(head % (self.status, self.head) + body)
+            return
         writer.write(head % (self.status, self.head))
         for piece in self.pieces:
             if piece is None:
