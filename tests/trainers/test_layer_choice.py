@@ -48,7 +48,6 @@ def test_a_choice_says_what_it_takes_and_why() -> None:
         ({"dtype": "float32"}, "takes no float32"),
         ({"head_size": 512}, "at most 256"),
         ({"head_size": 36}, "a multiple of 8, not 36"),
-        ({"contexts": 2}, "context parallelism gathers keys"),
     ):
         slow = choose(**obstacle)
         assert not slow.varlen and words in slow.text and "call per sequence length" in slow.text
