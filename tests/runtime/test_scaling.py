@@ -1,6 +1,5 @@
 """Scaling: the rules of the controller, alone and in simulated days."""
 
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -249,7 +248,7 @@ class Queue:
         return {self.name: found} if self.runs else {}
 
     def preemption(self, name: str, job_id: int) -> Preemption:
-        return Preemption(time.time(), "replicas")
+        return Preemption(2e9, "replicas")
 
 
 def test_a_job_that_has_left_counts_until_its_node_is_free(

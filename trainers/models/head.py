@@ -210,7 +210,7 @@ class ChunkedLosses(torch.autograd.Function):
 
     With loss_i = lse_i - z_i[label] and z = h W^T / temperature, d loss_i / d z_i = p_i - onehot.
     `hidden` [n, hidden], `weight` [this rank's columns, hidden], `labels` [n]. Returns losses and
-    entropies [n]. A weight with Megatron's `main_grad` gets its gradient there, and zeros from here.
+    entropies [n]. A weight with Megatron's `main_grad` gets its gradient there, zeros from here.
     """
 
     @staticmethod

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from cray_agents.trainers.models.transformers_backend import packed_attention
 from cray_agents.trainers.models.transformers_backend.causal_model import (
     TransformersModel,
     _recomputed_modules,
     _test,
 )
-from cray_agents.trainers.models.transformers_backend import packed_attention
 from cray_agents.trainers.models.transformers_backend.packed_attention import PACKED, PackedMask
 from cray_agents.trainers.models.transformers_backend.parent_files import ParentFiles
 from cray_agents.trainers.models.transformers_backend.passes import (
@@ -150,8 +150,10 @@ class CpuKernel:
         self.mask, self.groups = mask, groups
 
     def each(self, *tensors: torch.Tensor) -> Any:
-        """For each sequence its tensors [1, heads, tokens, size], a head of keys for each query's."""
-        for number, mine in enumerate(zip(*(t.split(self.mask.lengths) for t in tensors), strict=True)):
+        """Each sequence's tensors [1, heads, tokens, size], with keys for each query's head."""
+        for number, mine in enumerate(
+            zip(*(t.split(self.mask.lengths) for t in tensors), strict=True)
+        ):
             length = self.mask.lengths[number]
             seen = self.mask.of_length(length, torch.device("cpu"))
             query, *both = (t.transpose(0, 1)[None] for t in mine)

@@ -139,7 +139,7 @@ def attend(
     size, kinds = query.shape[-1], (query.shape[1], key.shape[1])
     fits = softcap is None and attention_mask.whole is None and value.shape[-1] == size
     if fits and query.dtype == torch.bfloat16 and flash_works(*kinds, size, query.device):
-        kernel = FlashKernel.of(attention_mask, query.device, scaling)
+        kernel = FlashKernel(attention_mask, query.device, scaling)
         packed_tensors = (t[0].transpose(0, 1) for t in (query, key, value))
         return AttentionWithSinks.apply(*packed_tensors, s_aux, kernel)[None], None  # type: ignore[no-untyped-call]
     alike = [(length, len(list(each))) for length, each in groupby(attention_mask.lengths)]
@@ -191,32 +191,24 @@ def _attend_by_scores(
     return scores.softmax(-1).to(value.dtype) @ value
 
 
-@dataclass(frozen=True)
 class FlashKernel:
-    """FlashAttention over packed sequences; its tensors are [tokens, heads, size].
+    """FlashAttention over packed sequences, for a mask without `whole`.
 
-    `bounds` [sequences + 1], int32, on the device. `window`: tokens before one that it sees; -1 is
-    all. Log-sum-exps are [heads, tokens], float32.
+    Tensors are [tokens, heads, size], log-sum-exps [heads, tokens] in float32.
     """
 
-    bounds: torch.Tensor
-    longest: int
-    scale: float | None
-    window: int
-
-    @classmethod
-    def of(cls, mask: PackedMask, device: torch.device, scale: float | None) -> "FlashKernel":
-        """Return the kernel for a mask without `whole`."""
+    def __init__(self, mask: PackedMask, device: torch.device, scale: float | None) -> None:
         bounds = send(np.cumsum([0, *mask.lengths]).astype(np.int32), device)
-        window = -1 if mask.window is None else mask.window
-        return cls(bounds, max(mask.lengths), scale, window)
+        self._sizes = (bounds, bounds, max(mask.lengths), max(mask.lengths))
+        self._causal, self._scale = mask.window is None, scale
+        self._window = [-1 if mask.window is None else mask.window, 0]
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what is attended to, and the log-sum-exp of each row of scores."""
         several = query.shape[1] != key.shape[1]
-        given = (self.window < 0, self.scale, [self.window, 0], several)
+        given = (self._causal, self._scale, self._window, several)
         out, lse, _ = torch.ops.torch_attn._varlen_attn(query, key, value, *self._sizes, *given)
         return out, lse
 
@@ -225,23 +217,20 @@ class FlashKernel:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the gradients of query, key and value; `saved`: these, output and log-sum-exp."""
         dropout = torch.zeros(2, dtype=torch.uint64, device=gradient.device)  # there is none
-        given = (self.window < 0, dropout, self.scale, [self.window, 0])
+        given = (self._causal, dropout, self._scale, self._window)
         dq, dk, dv = torch.ops.torch_attn._varlen_attn_backward(
             gradient, *saved, *self._sizes, *given
         )
         return dq, dk, dv
-
-    @property
-    def _sizes(self) -> tuple[Any, ...]:
-        return (self.bounds, self.bounds, self.longest, self.longest)
 
 
 class AttentionWithSinks(torch.autograd.Function):
     """Attention by a kernel, whose softmax may count one more key a head, its sink, without value.
 
     With l = log(sum exp s + exp sink), the output is the kernel's times exp(lse - l), which is
-    sigmoid(lse - sink). The kernel's backward pass computes p = exp(s - l) and p (dp - do . o): with
-    this output and l in place of its own ones these are the gradients. d sink = -exp(sink - l) do . o.
+    sigmoid(lse - sink). The kernel's backward pass computes p = exp(s - l) and p (dp - do . o):
+    with this output and l in place of its own these are the gradients. That of the sink is
+    -exp(sink - l) do . o, summed over tokens.
     """
 
     @staticmethod
@@ -275,28 +264,22 @@ class AttentionWithSinks(torch.autograd.Function):
 
 @cache
 def flash_works(heads: int, kv_heads: int, size: int, device: torch.device) -> bool:
-    """Return True if FlashAttention with a window and sinks is right on a device, which is tried."""
+    """Return True if FlashAttention with a window and sinks is right on a device: it is tried."""
     if device.type != "cuda" or varlen_obstacle("bfloat16", size) is not None:
         return False
-    groups, window = heads // kv_heads, 5
-    mask, tokens = PackedMask(LENGTHS, window), sum(LENGTHS)
+    mask, groups, network = PackedMask(LENGTHS, window=5), heads // kv_heads, torch.nn.Module()
 
     def fast(*tensors: torch.Tensor) -> torch.Tensor:
-        kernel = FlashKernel.of(mask, device, size**-0.5)
+        kernel = FlashKernel(mask, device, None)
         return AttentionWithSinks.apply(*tensors, kernel)  # type: ignore[no-any-return,no-untyped-call]
 
-    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        rows = zip(*(torch.split(t.transpose(0, 1)[None], LENGTHS, 2) for t in (q, k, v)), strict=True)
-        seen = [mask.of_length(length, device) for length in LENGTHS]
-        each = [
-            _attend_by_scores(*row, one, None, None, s)
-            for row, one in zip(rows, seen, strict=True)
-        ]
-        return torch.cat(each, 2)[0].transpose(0, 1)
+    def plain(*tensors: torch.Tensor) -> torch.Tensor:
+        query, key, value = (each.float().transpose(0, 1)[None] for each in tensors[:3])
+        return attend(network, query, key, value, mask, s_aux=tensors[3])[0][0]
 
-    shapes = [(tokens, groups, size), (tokens, 1, size), (tokens, 1, size), (groups,)]
+    shapes = [(sum(LENGTHS), count, size) for count in (groups, 1, 1)]
     with torch.enable_grad():
-        problem = difference(fast, plain, shapes, device)
+        problem = difference(fast, plain, [*shapes, (groups,)], device)
     if problem is not None:
         print(f"FlashAttention does not work on {device}, a slower one is used: {problem}")
     return problem is None
