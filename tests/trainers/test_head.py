@@ -86,6 +86,7 @@ def test_the_gradient_of_the_weight_adds_up_in_float32() -> None:
     assert (ours - truth).norm() < 0.3 * (rounded - truth).norm()
 
 
+@pytest.mark.slow
 def test_what_gpus_compile_is_one_graph_with_the_same_results() -> None:
     import torch
 
@@ -103,7 +104,7 @@ def test_what_gpus_compile_is_one_graph_with_the_same_results() -> None:
     torch.testing.assert_close(total.log() - product / total, entropy, rtol=1e-4, atol=1e-5)
     assert chosen[0] == 0 and chosen[1] == logits[1, 7]
     for function, given in ((chunk_sums, inputs[:3] + inputs[5:]), (chunk_gradients, inputs)):
-        compiled: Any = torch.compile(function, fullgraph=True, backend="aot_eager")
+        compiled: Any = torch.compile(function, fullgraph=True, backend="eager")
         torch.testing.assert_close(compiled(*given), function(*given))  # type: ignore[operator]
 
 

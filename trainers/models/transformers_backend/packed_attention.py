@@ -11,7 +11,7 @@ large as a sequence's square. Used by passes.py, which tests that it is right fo
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -40,7 +40,6 @@ class PackedMask:
     window: int | None = None
     whole: torch.Tensor | None = None
     plain: int = 0
-    _made: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)
 
     def of(self, number: int) -> "PackedMask":
         """Return the mask of one of the sequences."""
@@ -52,10 +51,8 @@ class PackedMask:
             return None if length <= self.plain else self.whole[:length, :length]
         if self.window is None or length <= self.window + 1:
             return None
-        if length not in self._made:
-            seen = torch.ones(length, length, dtype=torch.bool, device=device)
-            self._made[length] = seen.tril_().triu_(-self.window)
-        return self._made[length]
+        seen = torch.ones(length, length, dtype=torch.bool, device=device)
+        return seen.tril_().triu_(-self.window)
 
 
 def register() -> None:
@@ -257,8 +254,8 @@ class AttentionWithSinks(torch.autograd.Function):
         d_sinks = None
         if sinks is not None:
             shares = (sinks.float()[:, None] - lse).exp()
-            d_sinks = -(shares * (gradient.float() * out.float()).sum(-1).t()).sum(1)
-            d_sinks = d_sinks.to(sinks.dtype)
+            along = (gradient.float() * out.float()).sum(-1)
+            d_sinks = -(shares * along.t()).sum(1).to(sinks.dtype)
         return *ctx.kernel.gradients(gradient, *saved), d_sinks, None
 
 
