@@ -100,22 +100,16 @@ class Baselines:
         places = samples_to_train_on(hyper, samples)
         drops = hyper.lora is not None and hyper.lora.dropout > 0
         itself = hyper.steps == 1 and not others and not drops
-        return self._baseline(samples, "train", places, scored, itself=itself)
+        return self._baseline(samples, "train", places, None if itself else scored)
 
     def of_validation(self, samples: Samples) -> BaselineLogprobs:
         """Return the validation split with the same baselines."""
         return self._baseline(samples, "validation", list(range(len(samples))), {})
 
     def _baseline(
-        self,
-        samples: Samples,
-        split: str,
-        places: list[int],
-        scored: LogprobsBySample,
-        *,
-        itself: bool = False,
+        self, samples: Samples, split: str, places: list[int], scored: LogprobsBySample | None
     ) -> BaselineLogprobs:
-        """Return a split with its columns. `itself`: the one step computes p_before of its own."""
+        """Return a split with its columns. `scored` None: the step itself computes p_before."""
         spec = self._spec
         columns: dict[str, Rows] = {}
         if spec.hyperparameters.weigh_loss:
@@ -123,7 +117,7 @@ class Baselines:
             columns["weight"] = TrainedTokenRows(samples.masks, weights)
         if spec.method in ON_POLICY:
             columns |= {"sampled": samples.sampled, "advantages": samples.advantages}
-            if not itself:
+            if scored is not None:
                 before = self._parent(samples, f"{split}-before", places, scored)
                 columns["before"] = columns["reference"] = TrainedTokenRows(samples.masks, before)
         if spec.method in ("dpo", "kto") or (

@@ -156,9 +156,10 @@ class CpuKernel:
         ):
             length = self.mask.lengths[number]
             seen = self.mask.of_length(length, torch.device("cpu"))
+            bias = None if seen is None else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
             query, *both = (t.transpose(0, 1)[None] for t in mine)
             both = [t.repeat_interleave(self.groups, 1) for t in both[:2]] + both[2:]
-            yield [query, *both], {"is_causal": seen is None, "attn_mask": seen, "scale": 0.3}
+            yield [query, *both], {"is_causal": seen is None, "attn_mask": bias, "scale": 0.3}
 
     def attend(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
