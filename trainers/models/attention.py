@@ -185,8 +185,8 @@ def attend_to_ends(
     scale: float | None,
 ) -> Iterator[torch.Tensor]:
     """Attend from the last `lengths` tokens of sequences of `ends` keys, one after the other."""
-    split = (torch.split(each, ends) for each in (key, value))
-    for q, k, v in zip(torch.split(query, lengths), *split, strict=True):
+    split = (torch.split(each, list(ends)) for each in (key, value))
+    for q, k, v in zip(torch.split(query, list(lengths)), *split, strict=True):
         mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril_(len(k) - len(q))
         yield _attend(q[None], k[None], v[None], scale, mask).flatten(0, 1)
 

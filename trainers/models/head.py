@@ -234,7 +234,7 @@ class ChunkedLosses(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         hidden, weight, labels, normalizer = ctx.saved_tensors
         head: Head = ctx.head
-        gradients_of = _compiled(chunk_gradients) if head.compiled else chunk_gradients
+        gradients_of: Any = _compiled(chunk_gradients) if head.compiled else chunk_gradients
         d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         # Megatron's sum of all gradients, in float32: not rounded once a chunk, as `d_weight` is
         total = getattr(ctx.parameter, "main_grad", None)
