@@ -105,7 +105,7 @@ def test_what_gpus_compile_is_one_graph_with_the_same_results() -> None:
     assert chosen[0] == 0 and chosen[1] == logits[1, 7]
     for function, given in ((chunk_sums, inputs[:3] + inputs[5:]), (chunk_gradients, inputs)):
         compiled: Any = torch.compile(function, fullgraph=True, backend="eager")
-        torch.testing.assert_close(compiled(*given), function(*given))  # type: ignore[operator]
+        torch.testing.assert_close(compiled(*given), function(*given))
 
 
 def both_heads(

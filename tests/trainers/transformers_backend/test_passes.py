@@ -192,10 +192,9 @@ def test_sinks_by_a_kernels_log_sum_exp_are_those_of_explicit_scores(window: int
             sinks = packed_attention.AttentionWithSinks
             out: Any = sinks.apply(*given, CpuKernel(mask, 2))  # type: ignore[no-untyped-call]
         else:
-            one = [t.transpose(0, 1)[None] for t in given[:3]]
+            q, k, v = (t.transpose(0, 1)[None] for t in given[:3])
             network = torch.nn.Module()
-            out, _ = packed_attention.attend(network, *one, mask, scaling=0.3, s_aux=given[3])
-            out = out[0]
+            out = packed_attention.attend(network, q, k, v, mask, scaling=0.3, s_aux=given[3])[0][0]
         (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
         found.append([out.detach(), *(t.grad for t in given)])
     for ours, theirs in zip(*found, strict=True):
