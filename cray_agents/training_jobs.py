@@ -20,6 +20,10 @@ ImportanceMode = Literal["token_truncate", "token_mask", "sequence_truncate", "s
 MANY_EPOCHS = 10.0  # a set that is seen more often is rather learned by heart
 MICROBATCH = 4096  # tokens, where no GPU's memory decides
 BFLOAT16_FROM = 30e6  # parameters from which bfloat16 pays on a CPU: see BENCHMARKS.md, Serving
+FP8_NEEDS_CAP = (
+    "the replicas sample in FP8 (quantization), which is another policy than the trainer's:"
+    " importance_cap, which corrects that, must not be None"
+)
 #: Hyperparameters that the trainer decides, if they are not given.
 DECIDED_BY_TRAINER = {"dtype", "learning_rate", "max_tokens_per_microbatch"}
 

@@ -40,6 +40,8 @@ any model of transformers | trainers/transformers_backend/transformers_jobs | | 
 parents as GGUF files, or by a hub's name | runtime/named_models | |
 Megatron-Bridge | trainers/megatron_bridge/bridge_choice | |
 fused kernels, Transformer Engine, FP8 | trainers/kernels trainers/layer_choice | | train-1B
+losses of the head, compiled on GPUs | trainers/head | | train-1B
+sinks and windows without a sequence's square | trainers/transformers_backend/passes | |
 the trainer's CUDA branches, on tensors without numbers | trainers/cuda_branches | |
 vLLM's parser and plug-ins for GPUs | runtime/vllm_for_gpus | |
 jobs that continue after failures | trainers/resume trainers/job | trainers/faults | hang

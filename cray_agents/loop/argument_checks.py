@@ -22,6 +22,7 @@ from cray_agents.promotion.sequential_test import PromotionTest
 from cray_agents.rewards.llm_judge import GroupJudge
 from cray_agents.rewards.reward import check_names
 from cray_agents.tasks.task_set import TaskSet
+from cray_agents.training_jobs import FP8_NEEDS_CAP
 
 KINDS: dict[str, tuple[type, ...]] = {
     "sampling": (Sampling,),
@@ -159,11 +160,7 @@ async def check_engine(platform: Platform, schedule: Sequence[Scheduled]) -> Non
     corrected = [one.method for one in schedule if one.method.on_policy]
     caps = [getattr(method, "importance_cap", None) for method in corrected]
     if engine.get("rounding") == "fp8" and None in caps:
-        raise BadInput(
-            "the replicas sample in FP8 (quantization), which is another policy than the trainer's:"
-            " importance_cap, which corrects that, must not be None",
-            param="importance_cap",
-        )
+        raise BadInput(FP8_NEEDS_CAP, param="importance_cap")
     open_ones = [one for one in schedule if one.method.training.logprob_limit is None]
     if flag and any(one.method.name != "sft" for one in open_ones):
         raise BadInput(

@@ -2,6 +2,8 @@
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +12,8 @@ from bench.cluster.controller import Cluster
 from bench.cluster.simulation import Action, ClusterView, Simulation
 from bench.cluster.traces import Failure, JobTrace, make_trace
 from cray_agents.errors import BadInput
+from cray_agents.paths import Home
+from cray_agents.ports import Command
 from cray_agents.runtime.scaling.decision import (
     Observed,
     Scaler,
@@ -19,6 +23,11 @@ from cray_agents.runtime.scaling.decision import (
     ServingView,
     TrainingView,
 )
+from cray_agents.runtime.scheduler.slurm import Job, NodeRoom, Preemption
+from cray_agents.server import cluster_view
+from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.trainers.planning.cluster_resources import Resources
+from cray_agents.training_jobs import Hyperparameters, JobSpec
 
 CHAT = ServingRule("chat", slots=10, use=1.0, calm=60.0, empty=120.0)
 
@@ -223,3 +232,46 @@ def test_a_class_goes_down_to_nothing_and_its_next_request_is_answered() -> None
     assert kinds == ["start", "sleep", "wake", "sleep"]
     assert sum(result.waits.values()) == 2 and result.unanswered == 0
     assert 0 < max(result.waits) <= 120
+
+
+class Queue:
+    """What squeue and sinfo say of one node with one job: its own answers, set by the test."""
+
+    def __init__(self, name: str, home: Home) -> None:
+        self.name, self.runs, self.free, self.home = name, True, 0, home
+
+    def room(self, kind: str) -> list[NodeRoom]:
+        return [NodeRoom("n1", 8, self.free)]
+
+    def live(self) -> dict[str, Job]:
+        found = Job(7, "running", "RUNNING", "", self.name, "n1", 1.0)
+        return {self.name: found} if self.runs else {}
+
+    def preemption(self, name: str, job_id: int) -> Preemption:
+        return Preemption(2e9, "replicas")
+
+
+def test_a_job_that_has_left_counts_until_its_node_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm forgets a job before its node is free: no other job is preempted for that node."""
+    home = Home(tmp_path)
+    spec = JobSpec(
+        dataset="d", parent="p", parent_sha256="0", hyperparameters=Hyperparameters(steps=1)
+    )
+    JobJournal(home, spec.id).write_spec(spec)
+    queue: Any = Queue(spec.id, home)
+    replica = Command(name="r", argv=["true"], directory="/", log="/dev/null", cpus_per_rank=8)
+    view = cluster_view.ClusterView(home, queue, Resources(cpus_per_rank=8), replica)
+    state = view.look(0.0)
+    assert (state.leaving, state.free, state.running, state.used) == (1, 0, [], {"n1"})
+    queue.runs = False
+    assert (view.look(0.0).leaving, view.look(0.0).free) == (1, 0)
+    queue.free = 8
+    assert (view.look(0.0).leaving, view.look(0.0).free) == (0, 1)
+    queue.runs, queue.free = True, 0
+    assert view.look(0.0).leaving == 1
+    queue.runs = False  # a node that never comes back is waited for no longer
+    monkeypatch.setattr(cluster_view, "RETURN_SECONDS", 0.0)
+    assert view.look(0.0).leaving == 0
+    view.close()

@@ -1,5 +1,7 @@
 """Versions of LoRA jobs are adapters over a base: published, gone on with, merged, verified."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,26 @@ def equal(one: Path, other: Path) -> bool:
 
     ours, theirs = tensors(one), tensors(other)
     return ours.keys() == theirs.keys() and all(torch.equal(t, theirs[n]) for n, t in ours.items())
+
+
+def test_a_kill_before_an_adapter_is_published_leaves_no_half_version(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank dies when the adapter is written, and only the manifest and the rename are left."""
+    lab.dataset()
+    name, _ = checkpoints.take_in(lab.home, lab.models("qwen3"))
+    spec = lab.spec(lab.home.checkpoint(name), hyper={"steps": 2, "lora": LORA})
+    version = lab.home.checkpoint(spec.id)
+    with monkeypatch.context() as broken:
+        broken.setattr(checkpoints, "hash_files", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        job = lab.start(spec)
+        assert job.wait() != 0, job.log
+    (draft,) = version.parent.glob(f".{spec.id}.*")
+    assert (draft / checkpoints.ADAPTER / adapters.WEIGHTS).stat().st_size
+    assert not version.exists() and name in {path.name for path in version.parent.iterdir()}
+    lab.run(spec)
+    assert checkpoints.verify(version).base == name
+    assert list(fsck.check(lab.home)) == []
 
 
 @pytest.mark.parametrize("backend", ["megatron", "transformers"])

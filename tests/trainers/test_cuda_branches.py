@@ -136,6 +136,7 @@ PLACES: dict[str, str | None] = {
     "trainers/models/model.py:build_model": None,
     "trainers/models/model.py:finish_chunk": None,
     "trainers/models/transformers_backend/causal_model.py:TransformersModel.__init__": None,
+    "trainers/models/transformers_backend/packed_attention.py:flash_works": None,
     "trainers/planning/arithmetic.py:layer_activations": "plans, on any machine: test_plan.py",
     "trainers/progress.py:OwnWork._now": None,
     "trainers/session/parked_states.py:_copy": PROCESS,

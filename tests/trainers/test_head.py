@@ -72,7 +72,7 @@ def test_the_gradient_of_the_weight_adds_up_in_float32() -> None:
         head = Head.__new__(Head)
         head.temperature, head.want_entropy, head.want_top = 1.0, False, False
         head.first, head.columns, head.real, head.most_logits = 0, 64, 64, 64 * chunk
-        head._over_ranks = lambda values, how: values  # type: ignore[method-assign]
+        head.compiled, head._reduce = False, lambda values, how: values  # type: ignore[method-assign]
         dtype = torch.float32 if kind == "float32" else torch.bfloat16
         parameter = torch.nn.Parameter(weight.to(dtype))
         if kind == "main_grad":
@@ -84,6 +84,28 @@ def test_the_gradient_of_the_weight_adds_up_in_float32() -> None:
         assert kind != "main_grad" or not parameter.grad.any()
     truth, ours, rounded = found
     assert (ours - truth).norm() < 0.3 * (rounded - truth).norm()
+
+
+@pytest.mark.slow
+def test_what_gpus_compile_is_one_graph_with_the_same_results() -> None:
+    import torch
+
+    from cray_agents.trainers.models.head import chunk_gradients, chunk_sums
+
+    torch.manual_seed(3)
+    hidden, weight = torch.randn(9, 32), torch.randn(64, 32)
+    labels = torch.arange(9) * 8 - 1  # the first is another rank's
+    _, _, (total, product, chosen) = sums = chunk_sums(hidden, weight, labels, TEMPERATURE)
+    normalizer = total.log() + sums[0]
+    inputs = (hidden, weight, labels, normalizer, torch.linspace(-1, 2, 9), TEMPERATURE)
+    logits = hidden @ weight.t() / TEMPERATURE
+    torch.testing.assert_close(normalizer, logits.logsumexp(1))
+    entropy = torch.special.entr(logits.softmax(1)).sum(1)
+    torch.testing.assert_close(total.log() - product / total, entropy, rtol=1e-4, atol=1e-5)
+    assert chosen[0] == 0 and chosen[1] == logits[1, 7]
+    for function, given in ((chunk_sums, inputs[:3] + inputs[5:]), (chunk_gradients, inputs)):
+        compiled: Any = torch.compile(function, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(*given), function(*given))
 
 
 def both_heads(

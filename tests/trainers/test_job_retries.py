@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus
 from cray_agents.records import Manifest
@@ -25,7 +26,7 @@ from cray_agents.trainers.job.job_state import read_handover, read_status
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.models.seed_model import make_seed_model
-from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus, Layout
+from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus, Layout, Policy
 
 #: A job's process, which fails unless logprob_limit is raised.
 PROCESS = """
@@ -93,6 +94,12 @@ def test_a_job_knows_how_much_the_replicas_of_its_platform_round(tmp_path: Path)
         trainer.submit(some_spec())
         assert JobJournal(home, some_spec().id).spec().engine_dtype == "bfloat16"
         trainer.cancel(some_spec().id)
+        in_fp8 = MegatronTrainer(home, scheduler, engine_dtype="fp8")
+        hyper = some_spec().hyperparameters
+        trusting = hyper.model_copy(update={"policy": Policy(importance_cap=None)})
+        with pytest.raises(BadInput, match=r"sample in FP8.*importance_cap") as refused:
+            in_fp8.submit(some_spec(method="grpo", hyperparameters=trusting))
+        assert refused.value.param == "importance_cap"
 
 
 @pytest.mark.slow

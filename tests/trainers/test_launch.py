@@ -13,7 +13,7 @@ import pytest
 
 from cray_agents.config.job_section import JobSettings
 from cray_agents.errors import BadInput, SetupError
-from cray_agents.paths import Home
+from cray_agents.paths import Home, host_cache
 from cray_agents.ports import Command
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.scheduler.choose import missing_programs
@@ -98,7 +98,10 @@ def test_cuda_keeps_the_order_that_tensor_parallel_layers_need(
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     load_for_ranks(find_placement(tensor, "job"), Layout(tensor=tensor), ipc=tensor == 1)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"].startswith(str(host_cache())), "not a job's own"
     assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
     grows = os.environ["PYTORCH_ALLOC_CONF"].endswith("expandable_segments:True")
     assert grows == (tensor == 2), "memory that other processes open lies in fixed segments"

@@ -48,7 +48,6 @@ def test_a_choice_says_what_it_takes_and_why() -> None:
         ({"dtype": "float32"}, "takes no float32"),
         ({"head_size": 512}, "at most 256"),
         ({"head_size": 36}, "a multiple of 8, not 36"),
-        ({"contexts": 2}, "context parallelism gathers keys"),
     ):
         slow = choose(**obstacle)
         assert not slow.varlen and words in slow.text and "call per sequence length" in slow.text
@@ -153,6 +152,39 @@ def test_megatron_takes_the_options(model: Architecture) -> None:
     counts = [[len(chunk) for chunk in stage] for stage in stages.layout]
     assert counts == [[1 + 2, 2], [2, 1 + 1]]  # with embedding and loss
     assert config(layout=Layout(pipeline=7)).pipeline_model_parallel_layout is None
+
+
+@pytest.mark.megatron
+def test_mixtures_fuse_what_this_transformer_engine_has(
+    model: Architecture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the names that it binds in Megatron. Routes are replayed to the plain router alone."""
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
+    from cray_agents.trainers.models.model import transformer_config
+
+    load_megatron()
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from cray_agents.trainers.models.router_replay import replay
+
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", len)
+    names = ["permute", "permute_with_probs", "sort_chunks_by_index", "unpermute"]
+    names += ["sort_chunks_by_index_with_probs", "topk_with_score_function"]
+    sizes = Hyperparameters(steps=1, dtype="bfloat16")
+    for kernel in (None, len):
+        for name in names:
+            monkeypatch.setattr(moe_utils, f"fused_{name}", kernel, raising=False)
+        config = transformer_config(model, Layout(), sizes, True, True, "none")
+        fused = (config.moe_permute_fusion, config.moe_router_fusion)
+        assert fused == (kernel is len, kernel is len)
+    router = TopKRouter.__new__(TopKRouter)
+    torch.nn.Module.__init__(router)
+    router.config, router.topk, router.layer_number = config, 2, 1
+    router.weight = torch.nn.Parameter(torch.zeros(1))
+    replay(router, np.zeros((3, 2), np.int64), 0, 1)
+    assert not config.moe_router_fusion and config.moe_permute_fusion
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

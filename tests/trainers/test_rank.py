@@ -338,6 +338,19 @@ def test_only_what_is_trained_on_is_looked_back_at(lab: Any, order: str) -> None
     assert samples_to_train_on(everything, samples) == list(range(60))
 
 
+def test_a_job_of_one_step_computes_its_own_policy_in_it(lab: Any) -> None:
+    """Its step reports what the first of two steps does, whose policy was scored before."""
+    lab.dataset(samples=12, method="grpo")
+    found = []
+    for steps in (1, 2):
+        hyper = {"steps": steps, "batch_size": 4, "policy": {"kl": 0.1}}
+        job = lab.run(lab.spec("qwen3", method="grpo", hyper=hyper))
+        assert (job.journal.folder / "baselines").exists() == (steps == 2)
+        found.append(events(job, "step")[0])
+    for name in ("loss", "grad_norm", "engine_ratio", "engine_kl", "kl", "ratio", "entropy"):
+        assert found[0][name] == pytest.approx(found[1][name], rel=1e-4, abs=1e-6), name
+
+
 # ---- nonsense
 def test_an_exploding_gradient_ends_the_job(lab: Any) -> None:
     """The order of samples is known: the twelfth step meets one with an absurd advantage."""

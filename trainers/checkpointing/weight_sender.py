@@ -76,16 +76,20 @@ class BroadcastGroup(Protocol):
 
 
 class NcclGroup:
-    """A group of GPUs, by vLLM's NCCL bindings: `identity` is an ncclUniqueId."""
+    """A group of GPUs, by vLLM's NCCL bindings: `identity` is an ncclUniqueId.
+
+    Training goes on in the communicators of its own. Its kernels never wait for this one's, whose
+    other ends are workers that wait for nobody else: so the two need no common order.
+    """
 
     def __init__(self, identity: bytes, world: int) -> None:
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
         device = torch.cuda.current_device()
         self._communicator = uid_init_process_group(identity, 0, world, device)
-        # training goes on in the others
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._pinned = torch.empty(0, dtype=torch.uint8)  # copies from pageable memory are slow
+        self._on_gpu = torch.empty(0, dtype=torch.uint8, device="cuda")
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Broadcast their bytes as one message; return when it has left."""
@@ -93,9 +97,12 @@ class NcclGroup:
         size = sum(map(len, parts))
         if size > len(self._pinned):
             self._pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            # of the memory that training uses again: what a stream takes for itself, it keeps
+            self._on_gpu = torch.empty(size, dtype=torch.uint8, device="cuda")
+            self._stream.wait_stream(torch.cuda.current_stream())  # training may still write there
         torch.cat(parts, out=self._pinned[:size])
         with torch.cuda.stream(self._stream):
-            on_gpu = self._pinned[:size].to("cuda", non_blocking=True)
+            on_gpu = self._on_gpu[:size].copy_(self._pinned[:size], non_blocking=True)
             self._communicator.broadcast(on_gpu, src=0, stream=self._stream)
             self._stream.synchronize()
 

@@ -2,8 +2,8 @@
 
 dpo and kto compare with a reference, grpo with the policy that the job starts from, distill also
 with a teacher. None of these changes during the job. The log-probabilities are therefore computed
-once, only for samples that some step takes, and kept in the job's folder for restarts. Called by
-rank.py.
+once, only for samples that some step takes, and kept in the job's folder for restarts. A job of one
+step needs no pass for its own policy before it: that step computes the same. Called by rank.py.
 
 A reference or a teacher that is not the one that was named changes every loss and no loss shows it.
 So before it judges a sample, it scores the golden probe: prompts that its own training job recorded
@@ -88,21 +88,28 @@ class Baselines:
         self._training, self._spec = training, spec
         self._reference_path, self._teacher_path, self._folder = reference, teacher, folder
 
-    def of_training(self, samples: Samples, scored: LogprobsBySample) -> BaselineLogprobs:
+    def of_training(
+        self, samples: Samples, scored: LogprobsBySample, *, others: bool
+    ) -> BaselineLogprobs:
         """Return the training split with the baselines that the job's method needs.
 
         `scored`: samples whose log-probabilities under the parent's weights are known already.
+        `others`: the first step begins with other weights than those that the files store.
         """
-        places = samples_to_train_on(self._spec.hyperparameters, samples)
-        return self._baseline(samples, "train", places, scored)
+        hyper = self._spec.hyperparameters
+        places = samples_to_train_on(hyper, samples)
+        drops = hyper.lora is not None and hyper.lora.dropout > 0
+        itself = hyper.steps == 1 and not others and not drops
+        return self._baseline(samples, "train", places, None if itself else scored)
 
     def of_validation(self, samples: Samples) -> BaselineLogprobs:
         """Return the validation split with the same baselines."""
         return self._baseline(samples, "validation", list(range(len(samples))), {})
 
     def _baseline(
-        self, samples: Samples, split: str, places: list[int], scored: LogprobsBySample
+        self, samples: Samples, split: str, places: list[int], scored: LogprobsBySample | None
     ) -> BaselineLogprobs:
+        """Return a split with its columns. `scored` None: the step itself computes p_before."""
         spec = self._spec
         columns: dict[str, Rows] = {}
         if spec.hyperparameters.weigh_loss:
@@ -110,8 +117,9 @@ class Baselines:
             columns["weight"] = TrainedTokenRows(samples.masks, weights)
         if spec.method in ON_POLICY:
             columns |= {"sampled": samples.sampled, "advantages": samples.advantages}
-            before = self._parent(samples, f"{split}-before", places, scored)
-            columns["before"] = columns["reference"] = TrainedTokenRows(samples.masks, before)
+            if scored is not None:
+                before = self._parent(samples, f"{split}-before", places, scored)
+                columns["before"] = columns["reference"] = TrainedTokenRows(samples.masks, before)
         if spec.method in ("dpo", "kto") or (
             self._reference_path and spec.hyperparameters.policy.kl
         ):

@@ -26,7 +26,7 @@ from cray_agents.trainers.models.megatron_bridge.bridged_kinds import check_brid
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.arithmetic import adapter_weights, count_weights
 from cray_agents.trainers.planning.cluster_resources import Resources
-from cray_agents.training_jobs import JobSpec
+from cray_agents.training_jobs import FP8_NEEDS_CAP, ON_POLICY, JobSpec
 
 MARGIN = 60.0  # seconds: Slurm looks at time limits twice a minute, and processes have to end
 SAVED_BYTES = 12  # of a trained weight: itself and both moments, in float32
@@ -58,6 +58,9 @@ def check_submitted(spec: JobSpec, home: Home, scheduler: str, *, turns: bool) -
             " Slurm's options do nothing for: leave slurm_options out",
             param="slurm_options",
         )
+    corrected = spec.method in ON_POLICY and spec.commands is None
+    if corrected and spec.engine_dtype == "fp8" and hyper.policy.importance_cap is None:
+        raise BadInput(FP8_NEEDS_CAP, param="importance_cap")
     if turns and spec.commands is not None and spec.session is None:
         raise BadInput(
             "a job by commands keeps its GPU while it waits for the next one, and here replicas"

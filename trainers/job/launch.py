@@ -44,7 +44,7 @@ from cray_agents.errors import (
     SetupError,
     StoreError,
 )
-from cray_agents.paths import Home
+from cray_agents.paths import Home, host_cache
 from cray_agents.processes import importing_much, python
 from cray_agents.records import Record
 from cray_agents.runtime.accounting.ledger import LedgerFile, holding
@@ -252,6 +252,8 @@ def load_for_ranks(placement: RankPlacement, layout: Layout, *, ipc: bool = Fals
     Raises SetupError if the node has too few GPUs.
     """
     os.environ.setdefault(RECORDER_VARIABLE, RECORDED)
+    # all ranks and jobs share what one has compiled: by default it is in TMPDIR, often a job's own
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(host_cache() / "torchinductor"))
     if layout.tensor > 1:  # CUDA reads it once: Megatron's order of transfers and products needs it
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with importing_much():

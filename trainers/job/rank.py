@@ -228,9 +228,9 @@ def execute(
     begin(training, work, optimizer_in_memory=optimizer_in_memory)
     try:
         # the engine served the parent's adapters beside their base, and so they are here
-        with training.as_stored(merged=base_of(work.parent) is None):
+        with training.as_stored(merged=base_of(work.parent) is None) as others:
             agreement, scored = compare_with_engine(training, work)
-            baseline, validation = score_baselines(training, work, scored)
+            baseline, validation = score_baselines(training, work, scored, others=others)
         totals = restore(training, work)
         finished = train(training, work, baseline, validation, totals)
         if finished and may_publish(work):
@@ -287,12 +287,15 @@ def compare_with_engine(
 
 
 def score_baselines(
-    training: RankTraining, work: JobInputs, scored: LogprobsBySample
+    training: RankTraining, work: JobInputs, scored: LogprobsBySample, *, others: bool
 ) -> tuple[BaselineLogprobs, BaselineLogprobs | None]:
-    """Score the samples under the weights before training, except those in `scored`."""
+    """Score the samples under the weights before training, except those in `scored`.
+
+    `others`: the first step begins with other weights than these.
+    """
     folder = work.journal.folder / "baselines"
     baselines = Baselines(training, work.spec, work.reference, work.teacher, folder)
-    baseline = baselines.of_training(work.samples, scored)
+    baseline = baselines.of_training(work.samples, scored, others=others)
     if work.validation is None:
         return baseline, None
     return baseline, baselines.of_validation(work.validation)

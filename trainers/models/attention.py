@@ -112,19 +112,17 @@ class PackedAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Attend; return [tokens, heads * head size]."""
         packed = packed_seq_params
+        if self.contexts.size() > 1:
+            return self._from_chunks(query, key, value, packed.lengths)
         if self.varlen:
             bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
             return attend_to_all(query, key, value, bounds, longest, self.scale).flatten(1)
-        if self.contexts.size() == 1:
-            blocks = attend_by_length(query, key, value, packed.lengths.tolist(), self.scale)
-        else:
-            blocks = self._chunks(query, key, value, packed.lengths)
-        out = list(blocks)
+        out = list(attend_by_length(query, key, value, packed.lengths.tolist(), self.scale))
         return (torch.cat(out) if len(out) > 1 else out[0]).flatten(1)
 
-    def _chunks(
+    def _from_chunks(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Any
-    ) -> Iterator[torch.Tensor]:
+    ) -> torch.Tensor:
         """Attend from this rank's two chunks of each sequence to all keys up to their ends.
 
         Keys and values are gathered whole, as in arXiv 2407.21783, section 3.3.2. In the backward
@@ -133,21 +131,17 @@ class PackedAttention(torch.nn.Module):
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
         rank, ranks = self.contexts.rank(), self.contexts.size()
-        order = send(_order(tuple(lengths.tolist()), ranks), key.device)
-        gathered = gather_from_sequence_parallel_region(
-            torch.cat([key, value], 1), group=self.contexts
-        )
-        keys_and_values = torch.split(gathered[order], lengths.tolist())
-        halves = np.repeat(lengths // (2 * ranks), 2).tolist()
-        queries = iter(torch.split(query, halves))
-        for length, both in zip(lengths.tolist(), keys_and_values, strict=True):
-            chunk = length // (2 * ranks)
-            for place in (rank, 2 * ranks - 1 - rank):
-                end = (place + 1) * chunk
-                k, v = both[None, :end].chunk(2, dim=2)
-                mask = torch.ones(chunk, end, dtype=torch.bool, device=key.device)
-                mask = mask.tril(end - chunk)
-                yield _attend(next(queries)[None], k, v, self.scale, mask).flatten(0, 1)
+        order, chunks, ends = _keys_of_chunks(tuple(lengths.tolist()), rank, ranks)
+        both = gather_from_sequence_parallel_region(torch.cat([key, value], 1), group=self.contexts)
+        key, value = both.index_select(0, send(order, key.device)).chunk(2, dim=1)
+        if self.varlen:
+            bounds, of_keys = (send(_bounds(each), key.device) for each in (chunks, ends))
+            longest = (int(chunks.max()), int(ends.max()))
+            return attend_to_all(
+                query, key, value, bounds, longest[0], self.scale, (of_keys, longest[1])
+            ).flatten(1)
+        out = attend_to_ends(query, key, value, chunks.tolist(), ends.tolist(), self.scale)
+        return torch.cat(list(out)).flatten(1)
 
 
 def attend_to_all(
@@ -157,24 +151,44 @@ def attend_to_all(
     bounds: torch.Tensor,
     longest: int,
     scale: float | None,
+    keys: tuple[torch.Tensor, int] | None = None,
 ) -> torch.Tensor:
-    """Attend within all sequences by FlashAttention's kernel for unequal lengths."""
+    """Attend within all sequences by FlashAttention's kernel for unequal lengths.
+
+    `keys`: bounds and the longest of the keys, if those are more: queries are then the last tokens.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
+    of_keys, longest_keys = (bounds, longest) if keys is None else keys
     attended = varlen_attn(
         query,
         key,
         value,
         bounds,
-        bounds,
+        of_keys,
         longest,
-        longest,
+        longest_keys,
         scale=scale,
         window_size=(-1, 0),  # all tokens before, none after
         enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(attended, torch.Tensor)  # alone, unless more is asked for
     return attended
+
+
+def attend_to_ends(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: Sequence[int],
+    ends: Sequence[int],
+    scale: float | None,
+) -> Iterator[torch.Tensor]:
+    """Attend from the last `lengths` tokens of sequences of `ends` keys, one after the other."""
+    split = (torch.split(each, list(ends)) for each in (key, value))
+    for q, k, v in zip(torch.split(query, list(lengths)), *split, strict=True):
+        mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril_(len(k) - len(q))
+        yield _attend(q[None], k[None], v[None], scale, mask).flatten(0, 1)
 
 
 def attend_by_length(
@@ -213,9 +227,19 @@ def _attend(
 
 
 @lru_cache(maxsize=4)
-def _order(lengths: tuple[int, ...], ranks: int) -> Any:
-    """Return [tokens]: the place of each token of the whole sequences among the ranks' tokens."""
+def _keys_of_chunks(lengths: tuple[int, ...], rank: int, ranks: int) -> tuple[Any, Any, Any]:
+    """Return of a rank's two chunks of each sequence, one chunk after the other: the places among
+    all ranks' tokens of the keys up to its end, [keys]; its tokens; and its keys, [chunks].
+    """
     each = np.array(lengths)
     starts = np.cumsum(each) - each
-    cuts = [cut(each, rank, ranks) for rank in range(ranks)]
-    return np.argsort(np.concatenate([starts[sequence] + nth for nth, sequence in cuts]))
+    cuts = [cut(each, other, ranks) for other in range(ranks)]
+    order = np.argsort(np.concatenate([starts[sequence] + nth for nth, sequence in cuts]))
+    chunks = np.repeat(each // (2 * ranks), 2)
+    ends = chunks * np.tile([rank + 1, 2 * ranks - rank], len(each))
+    keys = [np.arange(at, at + n) for at, n in zip(np.repeat(starts, 2), ends, strict=True)]
+    return order[np.concatenate(keys)], chunks, ends
+
+
+def _bounds(lengths: Any) -> npt.NDArray[np.int32]:
+    return np.cumsum([0, *lengths]).astype(np.int32)

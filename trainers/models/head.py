@@ -2,10 +2,12 @@
 
 model.py attaches a Head to the last pipeline stage's chunk. training/train_step.py sets `rows`
 before each forward pass and reads `entropy` after it. Megatron's GPTModel computes the labels'
-log-probabilities from these logits, unless there are so many that the Head does it in chunks.
+log-probabilities from these logits, unless there are so many that the Head does it in chunks. On
+GPUs torch.compile then makes one kernel of what is computed of a chunk's logits.
 """
 
 import sys
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,7 +28,9 @@ class Head:
     - `entropy` [n], float32: of each row's distribution, after a forward pass with `want_entropy`.
     - `top` [n], int64: each row's most likely token, after a forward pass with `want_top`.
     - `most_logits`: a forward pass with labels and more logits holds no more than these at once,
-      and computes them again in the backward pass. That costs time, so CPUs hold all of them.
+      and computes them again in the backward pass: one of four products, where keeping them would
+      take more memory than many models. CPUs hold all of them.
+    - `compiled`: what is computed of a chunk's logits is compiled.
 
     Logits of the vocabulary's padding are -inf, so that the softmax ignores it.
     """
@@ -38,7 +42,7 @@ class Head:
         self.want_top = False
         self.top: torch.Tensor | None = None
         self.temperature = temperature
-        self.most_logits = sys.maxsize
+        self.most_logits, self.compiled = sys.maxsize, False
         self.layer = layer = chunk.output_layer
         self.group = layer.tp_group
         self.columns = layer.output_size_per_partition
@@ -72,9 +76,9 @@ class Head:
         logits = self._finish(logits)
         self.entropy = None
         if self.want_entropy:
-            self.entropy = self.entropies(logits.detach().flatten(0, 1))
+            self.entropy = self._entropies(logits.detach().flatten(0, 1))
         if self.want_top:
-            self.top = self.most_likely(logits.detach().flatten(0, 1))
+            self.top = self.most_likely(*logits.detach().flatten(0, 1).max(-1))
         return logits, bias
 
     def _losses(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -100,41 +104,44 @@ class Head:
             logits.detach()[..., self.real :] = -torch.inf
         return logits
 
-    def entropies(
-        self, logits: torch.Tensor, normalizers: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def _entropies(self, logits: torch.Tensor) -> torch.Tensor:
         """Return entropies [n] of logits [n, this rank's columns], a few rows at a time."""
-        size, entropies = max(1, _ENTROPY_NUMBERS // logits.shape[1]), []
-        for place in range(0, len(logits), size):
-            some = slice(place, place + size)
-            rows = logits[some].float()
-            normalizer = self.log_normalizer(rows) if normalizers is None else normalizers[some]
-            chances = (rows - normalizer[:, None]).exp()
-            entropies.append(self.sum_over_ranks(torch.special.entr(chances).sum(-1)))
-        return torch.cat(entropies)
+        sums = _compiled(logit_sums) if self.compiled else logit_sums
+        size = max(1, _ENTROPY_NUMBERS // logits.shape[1])
+        unknown = torch.full(logits.shape[:1], -1, device=logits.device)
+        pieces = zip(*(torch.split(each, size) for each in (logits, unknown)), strict=True)
+        return torch.cat(
+            [
+                self.over_ranks(*sums(rows[:, : self.real].float(), labels))[2]
+                for rows, labels in pieces
+            ]
+        )
 
-    def most_likely(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the most likely tokens [n] of logits [n, this rank's columns], on all ranks.
-
-        Of equal ones it is the first.
+    def most_likely(self, highest: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the most likely tokens [n] on all ranks, of each rank's highest logits [n] and
+        their columns [n]. Of equal ones it is the first.
         """
-        mine, tokens = logits.max(-1)
-        highest = self._over_ranks(mine.float().clone(), torch.distributed.ReduceOp.MAX)
+        of_all = self._reduce(highest.float().clone(), torch.distributed.ReduceOp.MAX)
         beyond = self.columns * self.group.size()
-        tokens = torch.where(mine == highest, tokens + self.first, beyond)
-        return self._over_ranks(tokens, torch.distributed.ReduceOp.MIN)
+        tokens = torch.where(highest == of_all, tokens + self.first, beyond)
+        return self._reduce(tokens, torch.distributed.ReduceOp.MIN)
 
-    def log_normalizer(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return log sum exp [n] of logits [n, this rank's columns] over all ranks' columns."""
-        highest = self._over_ranks(logits.amax(-1), torch.distributed.ReduceOp.MAX)
-        total = self.sum_over_ranks((logits - highest[:, None]).exp().sum(-1))
-        return highest + total.log()
+    def over_ranks(
+        self, highest: torch.Tensor, tokens: torch.Tensor, sums: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return log sum exp, the labels' logits and the entropies, all [n], of what `logit_sums`
+        returns of each rank's columns.
+        """
+        of_all = self._reduce(highest.clone(), torch.distributed.ReduceOp.MAX)
+        total, product, labels = sums
+        below = highest - of_all
+        scale = below.exp()
+        mine = torch.stack([total * scale, (product + below * total) * scale, labels])
+        total, product, labels = self._reduce(mine, torch.distributed.ReduceOp.SUM)
+        return of_all + total.log(), labels, total.log() - product / total
 
-    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Add up values in place over the ranks that share the vocabulary."""
-        return self._over_ranks(values, torch.distributed.ReduceOp.SUM)
-
-    def _over_ranks(self, values: torch.Tensor, how: Any) -> torch.Tensor:
+    def _reduce(self, values: torch.Tensor, how: Any) -> torch.Tensor:
+        """Reduce values in place over the ranks that share the vocabulary."""
         torch.distributed.all_reduce(values, how, group=self.group)
         return values
 
@@ -144,16 +151,53 @@ class Head:
         size = max(1, self.most_logits // self.columns)
         return zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
 
-    def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return finished logits of a chunk, [rows, this rank's columns], at least in float32."""
-        logits = hidden @ weight.t()
-        return self._finish(_single(logits))
+    def local(self, labels: torch.Tensor) -> torch.Tensor:
+        """Return labels as columns of this rank; -1 for those of other ranks."""
+        columns = labels - self.first
+        return torch.where((columns >= 0) & (columns < self.columns), columns, -1)
 
-    def local(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return labels as columns of this rank [rows, 1], and a mask of those that it has."""
-        columns = labels[:, None] - self.first
-        mine = (columns >= 0) & (columns < self.columns)
-        return columns.clamp(0, self.columns - 1), mine
+
+def logit_sums(
+    logits: torch.Tensor, columns: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the highest of logits [n, columns], its column, and [3, n]: the sums of e and e d, and
+    the labels' logits; d is a logit less the highest, and e = exp(d).
+
+    `columns` [n]: the labels; a logit is 0 for the label -1.
+    """
+    highest, tokens = logits.max(-1)
+    below = logits - highest[:, None]
+    chances = below.exp()
+    labels = logits.gather(1, columns.clamp(min=0)[:, None])[:, 0].where(columns >= 0, 0.0)
+    return highest, tokens, torch.stack([chances.sum(-1), (chances * below).sum(-1), labels])
+
+
+def chunk_sums(
+    hidden: torch.Tensor, weight: torch.Tensor, columns: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return `logit_sums` of hidden states [n, hidden]."""
+    return logit_sums(_single(hidden @ weight.t()) / temperature, columns)
+
+
+def chunk_gradients(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    columns: torch.Tensor,
+    normalizer: torch.Tensor,
+    gradient: torch.Tensor,
+    temperature: float,
+) -> torch.Tensor:
+    """Return the gradient of h W^T, [n, columns], from that of the losses, [n]."""
+    logits = _single(hidden @ weight.t()) / temperature
+    chances = (logits - normalizer[:, None]).exp()
+    here = torch.arange(logits.shape[1], device=logits.device) == columns[:, None]
+    factor = (gradient / temperature)[:, None]
+    return ((chances - here.to(chances.dtype)) * factor).to(weight.dtype)
+
+
+@cache
+def _compiled(function: Any) -> Any:
+    return torch.compile(function)
 
 
 def _single(logits: torch.Tensor) -> torch.Tensor:
@@ -166,49 +210,41 @@ class ChunkedLosses(torch.autograd.Function):
 
     With loss_i = lse_i - z_i[label] and z = h W^T / temperature, d loss_i / d z_i = p_i - onehot.
     `hidden` [n, hidden], `weight` [this rank's columns, hidden], `labels` [n]. Returns losses and
-    entropies [n]; these are empty unless the head wants them. A weight with Megatron's `main_grad`
-    gets its gradient there, and zeros from here.
+    entropies [n]. A weight with Megatron's `main_grad` gets its gradient there, zeros from here.
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, head: Head
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        label_logits, normalizers, entropies, tops = [], [], [], []
-        for rows, targets in head.chunks(hidden, labels):
-            logits = head.logits(rows, weight)
-            columns, mine = head.local(targets)
-            normalizers.append(head.log_normalizer(logits))
-            targeted = torch.where(mine, logits.gather(1, columns), 0.0)  # padding is -inf
-            label_logits.append(head.sum_over_ranks(targeted.sum(1)))
-            if head.want_entropy:
-                entropies.append(head.entropies(logits, normalizers[-1]))
+        sums, numbers, tops = _compiled(chunk_sums) if head.compiled else chunk_sums, [], []
+        for rows, targets in head.chunks(hidden, head.local(labels)):
+            found = sums(rows, weight[: head.real], targets, head.temperature)
+            numbers.append(torch.stack(head.over_ranks(*found)))
             if head.want_top:
-                tops.append(head.most_likely(logits))
+                tops.append(head.most_likely(*found[:2]))
         head.top = torch.cat(tops) if tops else None
-        normalizer = torch.cat(normalizers)
+        normalizer, label_logits, entropy = torch.cat(numbers, 1)
         ctx.save_for_backward(hidden, weight, labels, normalizer)
         ctx.head, ctx.parameter = head, weight
-        entropy = torch.cat(entropies) if entropies else normalizer.new_empty(0)
         ctx.mark_non_differentiable(entropy)
-        return normalizer - torch.cat(label_logits), entropy
+        return normalizer - label_logits, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         hidden, weight, labels, normalizer = ctx.saved_tensors
         head: Head = ctx.head
+        gradients_of: Any = _compiled(chunk_gradients) if head.compiled else chunk_gradients
         d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         # Megatron's sum of all gradients, in float32: not rounded once a chunk, as `d_weight` is
         total = getattr(ctx.parameter, "main_grad", None)
-        d_hidden = []
-        for rows, targets, lse, gradient in head.chunks(hidden, labels, normalizer, gradients[0]):
-            chances = head.logits(rows, weight).sub_(lse[:, None]).exp_()
-            columns, mine = head.local(targets)
-            chances.scatter_add_(1, columns, -mine.to(chances.dtype))
-            d_logits = chances.mul_(gradient[:, None] / head.temperature).to(weight.dtype)
-            d_hidden.append(d_logits @ weight)
+        real, d_hidden = weight[: head.real], []
+        columns = head.local(labels)
+        for rows, *given in head.chunks(hidden, columns, normalizer, gradients[0]):
+            d_logits = gradients_of(rows, real, *given, head.temperature)
+            d_hidden.append(d_logits @ real)
             if d_weight is not None:
-                target: torch.Tensor = d_weight if total is None else total
+                target: torch.Tensor = (d_weight if total is None else total)[: head.real]
                 if target.dtype == rows.dtype:
                     target.addmm_(d_logits.t(), rows)
                 else:

@@ -39,7 +39,6 @@ def choose_layers(
     transformer_engine: bool,
     dtype: str = "bfloat16",
     head_size: int | None = None,
-    contexts: int = 1,
     experts: bool = False,
 ) -> LayerChoice:
     """Choose the layers of a model; the defaults are those of a usual model on GPUs."""
@@ -47,7 +46,7 @@ def choose_layers(
         return LayerChoice(False, False, False, "torch and the CPU kernels of cray-agents")
     if transformer_engine:
         return LayerChoice(True, False, False, "Transformer Engine")
-    obstacle = _varlen_obstacle(dtype, head_size, contexts)
+    obstacle = varlen_obstacle(dtype, head_size)
     one_product = experts and dtype == "bfloat16" and _has_grouped_mm()
     by = " with FlashAttention 3" if has_flash_attention_3() else ""
     texts = [f"attention by torch's varlen_attn{by}"]
@@ -112,7 +111,7 @@ def has_flash_attention_3() -> bool:
     return importlib.util.find_spec("flash_attn_interface") is not None
 
 
-def _varlen_obstacle(dtype: str, head_size: int | None, contexts: int) -> str | None:
+def varlen_obstacle(dtype: str, head_size: int | None) -> str | None:
     """Return why torch's attention for unequal lengths cannot be used; None if it can."""
     if dtype != "bfloat16":
         return f"varlen_attn takes no {dtype}"
@@ -121,8 +120,6 @@ def _varlen_obstacle(dtype: str, head_size: int | None, contexts: int) -> str | 
             f"varlen_attn takes heads of at most {LARGEST_HEAD}, a multiple of {HEAD_MULTIPLE},"
             f" not {head_size}"
         )
-    if contexts > 1:
-        return "context parallelism gathers keys"
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

@@ -81,6 +81,13 @@ def _rotate_without_waiting() -> None:
     rope._apply_rotary_pos_emb_thd = rotate
 
 
+def _keep_one_table() -> None:
+    """Keep the angles of one length: Megatron keeps those of 32, of gigabytes if they are long."""
+    embedding: Any = importlib.import_module("megatron.core.models.common.embeddings")
+    rotary = embedding.RotaryEmbedding
+    rotary.forward = lru_cache(maxsize=1)(rotary.forward.__wrapped__)
+
+
 def _compute_outputs_again() -> None:
     """Let outputs be computed again without Transformer Engine: the default False is taken for FP8.
 
@@ -140,6 +147,7 @@ def _scale(chunk: int, overflow: Any, tensors: Any, factor: float) -> None:
 FIXES = (
     _name_missing_gemm,
     _rotate_without_waiting,
+    _keep_one_table,
     _compute_outputs_again,
     fuse_adam,
     _clip_without_waiting,

@@ -23,8 +23,8 @@ from cray_agents.trainers.models.architecture import MOST_LOGITS, Architecture, 
 from cray_agents.trainers.models.attention import (
     PackedAttention,
     RMSNorm,
-    attend_by_length,
     attend_to_all,
+    attend_to_ends,
 )
 from cray_agents.trainers.models.head import Head, padded_vocab
 from cray_agents.trainers.models.layer_choice import (
@@ -37,6 +37,7 @@ from cray_agents.training_jobs import Hyperparameters, Layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LENGTHS = (7, 1, 12)  # of sequences; odd, as real ones are
+ENDS = (7, 4, 30)  # keys of the same, where context ranks have other tokens of them
 TOLERANCE = 0.03  # of the largest number: bfloat16 has 8 bits, and sums differ in order
 
 Function = Callable[..., torch.Tensor]
@@ -73,11 +74,15 @@ def _use_flash_attention_3(model: Architecture, device: torch.device) -> str | N
 def varlen_problem(model: Architecture, device: torch.device) -> str | None:
     """Return what is wrong with attention over unequal lengths; None if nothing is."""
     scale, groups = model.head_size**-0.5, model.heads // model.kv_heads
-    shapes = [(sum(LENGTHS), heads, model.head_size) for heads in (groups, 1, 1)]
-    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).to(device, torch.int32)
-    return _difference(
-        lambda q, k, v: attend_to_all(q, k, v, bounds, max(LENGTHS), scale),
-        lambda q, k, v: torch.cat(list(attend_by_length(q, k, v, LENGTHS, scale))),
+    sizes = ((sum(LENGTHS), groups), (sum(ENDS), 1), (sum(ENDS), 1))
+    shapes = [(tokens, heads, model.head_size) for tokens, heads in sizes]
+    bounds, keys = (
+        torch.tensor([0, *each]).cumsum(0).to(device, torch.int32) for each in (LENGTHS, ENDS)
+    )
+    of_keys = (keys, max(ENDS))
+    return difference(
+        lambda q, k, v: attend_to_all(q, k, v, bounds, max(LENGTHS), scale, of_keys),
+        lambda q, k, v: torch.cat(list(attend_to_ends(q, k, v, LENGTHS, ENDS, scale))),
         shapes,
         device,
     )
@@ -93,7 +98,7 @@ def grouped_problem(model: Architecture, device: torch.device) -> str | None:
         each = zip(torch.split(tokens, sizes), weights, strict=True)
         return torch.cat([mine @ weight.t() for mine, weight in each])
 
-    return _difference(
+    return difference(
         lambda tokens, *weights: grouped_product(tokens, ends, list(weights)),
         one_by_one,
         shapes,
@@ -101,7 +106,7 @@ def grouped_problem(model: Architecture, device: torch.device) -> str | None:
     )
 
 
-def _difference(
+def difference(
     fast: Function, plain: Function, shapes: Sequence[tuple[int, ...]], device: torch.device
 ) -> str | None:
     """Compare values and gradients of two functions of bfloat16 tensors of the given shapes."""
@@ -228,7 +233,7 @@ def finish_chunk(
     if chunk.post_process:
         chunk.head = Head(chunk, model.vocab, hyper.policy.temperature)
         if not on_cpu:
-            chunk.head.most_logits = MOST_LOGITS
+            chunk.head.most_logits, chunk.head.compiled = MOST_LOGITS, True
     return chunk if on_cpu else chunk.cuda(torch.cuda.current_device())
 
 
@@ -241,7 +246,6 @@ def layers_of(model: Architecture, layout: Layout, dtype: str, on_cpu: bool) -> 
         transformer_engine=gpt_layer_specs.HAVE_TE,
         dtype=dtype,
         head_size=model.head_size,
-        contexts=layout.context,
         experts=bool(model.experts),
     )
 
@@ -295,6 +299,7 @@ def transformer_config(
     """Return the TransformerConfig of a model under a layout."""
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.moe import moe_utils
 
     gpu, dtype, precision = not on_cpu, hyper.dtype, DTYPES[hyper.dtype]
     values: dict[str, Any] = {
@@ -362,6 +367,10 @@ def transformer_config(
             "moe_router_load_balancing_type": "aux_loss",
             "moe_aux_loss_coeff": 0.0,
             "moe_grouped_gemm": te,
+            # None, or no such name: Transformer Engine is missing, or too old for it
+            "moe_permute_fusion": te and bool(getattr(moe_utils, "fused_permute", None)),
+            "moe_router_fusion": te
+            and bool(getattr(moe_utils, "fused_topk_with_score_function", None)),
             "moe_router_dtype": "fp32" if gpu else None,
             "moe_router_pre_softmax": not model.norm_topk,  # else a softmax over the chosen alone
         }

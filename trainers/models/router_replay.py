@@ -54,6 +54,7 @@ def replay(chunk: Any, routes: Ints | None, part: int, parts: int) -> None:
         if routes is None:
             router.router_replay = None
             continue
+        router.config.moe_router_fusion = False  # the fused router asks nobody
         tokens, top = len(routes) // parts, router.topk
         first = (router.layer_number - 1) * top
         own = routes[part * tokens : (part + 1) * tokens, first : first + top]

@@ -19,7 +19,9 @@ from cray_agents.trainers.planning.step_time import Gpu, slowdown
 from cray_agents.training_jobs import Backend, Hyperparameters, Layout, Sharding
 
 PROPOSED = 6  # layouts that an error names at most
-RESERVE = 0.1  # share of a rank's memory for CUDA, NCCL and the allocator's losses
+#: Share of a rank's memory for CUDA, NCCL, the allocator's losses, and the batch of weights on its
+#: way to a replica (weight_transfer.py: 1 GiB, or a larger tensor).
+RESERVE = 0.1
 LONG = 8192  # tokens; sequences so long may use context parallelism
 
 

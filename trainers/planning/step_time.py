@@ -103,6 +103,7 @@ FP8_GAIN = 1.82  # how much faster matrices are multiplied in eight bits
 FLASH_2 = 0.35  # share of an H100's peak that FlashAttention 2 reaches (arXiv 2407.08608)
 ROTATION = 28  # bytes a number of queries and keys that rotation in several passes moves more
 SUM = 4  # bytes a weight that its gradient moves more if it is added up by an operation of its own
+COPY = 8  # bytes of an expert's weight: read and written once more in each of the two passes
 
 
 def slowdown(
@@ -159,7 +160,8 @@ def without_engine(
     counts = count_weights(model)
     mine = counts.total - counts.experts * (1 - 1 / layout.expert)
     summed = 0.0 if hyper.lora else SUM * mine / microbatch
-    more = (rotated + summed) / (gpu.memory * 1e12) / ideal
+    copied = COPY * counts.experts / layout.expert / microbatch
+    more = (rotated + summed + copied) / (gpu.memory * 1e12) / ideal
     attention = 1 - (4 if hyper.lora else 6) * weights_per_token(model) / step.flops
     slower = attention * (gpu.reached / FLASH_2 - 1)
     return 1 + (more + slower) / slowdown, 1 + more / slowdown

@@ -109,11 +109,11 @@ class Ranks:
         """Collect the loss's inputs for the trained tokens of a share (`rows`: their places)."""
         from megatron.core import parallel_state as ps
 
-        zeros = torch.zeros_like(logprobs, requires_grad=False)
+        zeros, now = torch.zeros_like(logprobs, requires_grad=False), logprobs.detach()
 
-        def column(name: str) -> torch.Tensor:
+        def column(name: str, else_: torch.Tensor = zeros) -> torch.Tensor:
             values = share.columns.get(name)
-            return zeros if values is None else send(values[rows], self.device)
+            return else_ if values is None else send(values[rows], self.device)
 
         return TrainedTokens(
             logprobs=logprobs,
@@ -122,8 +122,8 @@ class Ranks:
             weight=column("weight") * scale,
             advantages=column("advantages"),
             sampled=column("sampled"),
-            before=column("before"),
-            reference=column("reference"),
+            before=column("before", now),
+            reference=column("reference", now),
             teacher=column("teacher"),
             chosen=send(share.chosen, self.device),
             drift=drift,

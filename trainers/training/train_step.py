@@ -251,8 +251,10 @@ class RankTraining:
 
     # ---- other weights for a while
     @contextmanager
-    def as_stored(self, *, merged: bool = True) -> Iterator[None]:
+    def as_stored(self, *, merged: bool = True) -> Iterator[bool]:
         """Let the model compute within the context with its weights as the files store them.
+
+        Yields True if these are others than outside of it.
 
         Where a file's type is coarser than the training's, such as bfloat16 under float32, weights
         are rounded, with their adapters merged in, and come back as they were. Elsewhere they are
@@ -266,13 +268,13 @@ class RankTraining:
             if any(torch.promote_types(weight.dtype, one) != one for one in stored)
         ]
         if not merged or not self.ranks.on_any(bool(coarse)):
-            yield
+            yield False
             return
         under = (adapter.base.weight for _, _, adapter in adapters(self.chunks))
         with self._kept({*coarse, *under}):
             self.settle()
             with without_adapters(self.chunks):
-                yield
+                yield True
 
     @torch.no_grad()
     def settle(self) -> None:

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from cray_agents.trainers.models.transformers_backend import packed_attention
 from cray_agents.trainers.models.transformers_backend.causal_model import (
     TransformersModel,
     _recomputed_modules,
     _test,
 )
-from cray_agents.trainers.models.transformers_backend.packed_attention import PACKED
+from cray_agents.trainers.models.transformers_backend.packed_attention import PACKED, PackedMask
 from cray_agents.trainers.models.transformers_backend.parent_files import ParentFiles
 from cray_agents.trainers.models.transformers_backend.passes import (
     Packing,
@@ -140,6 +141,64 @@ def test_gradients_are_those_of_the_sequences_alone() -> None:
         found.append(torch.cat([p.grad.flatten() for p in made.parameters() if p.grad is not None]))
     for other in found[1:]:
         assert (other - found[0]).abs().max() < 1e-4 * found[0].abs().max()
+
+
+class CpuKernel:
+    """torch's flash attention for CPUs in the place of that for GPUs: one sequence at a time."""
+
+    def __init__(self, mask: PackedMask, groups: int) -> None:
+        self.mask, self.groups = mask, groups
+
+    def each(self, *tensors: torch.Tensor) -> Any:
+        """Each sequence's tensors [1, heads, tokens, size], with keys for each query's head."""
+        for number, mine in enumerate(
+            zip(*(t.split(self.mask.lengths) for t in tensors), strict=True)
+        ):
+            length = self.mask.lengths[number]
+            seen = self.mask.of_length(length, torch.device("cpu"))
+            bias = None if seen is None else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+            query, *both = (t.transpose(0, 1)[None] for t in mine)
+            both = [t.repeat_interleave(self.groups, 1) for t in both[:2]] + both[2:]
+            yield [query, *both], {"is_causal": seen is None, "attn_mask": bias, "scale": 0.3}
+
+    def attend(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        found = [kernel(*given, **options) for given, options in self.each(*tensors)]
+        outs, sums = zip(*found, strict=True)
+        return torch.cat(outs, 2)[0].transpose(0, 1), torch.cat(sums, 2)[0]
+
+    def gradients(self, gradient: torch.Tensor, *saved: torch.Tensor) -> Any:
+        *tensors, sums = saved
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        found = []
+        rows = zip(self.each(*tensors, gradient), sums.split(self.mask.lengths, 1), strict=True)
+        for ((*given, above), options), mine in rows:
+            causal = options.pop("is_causal")
+            found.append(kernel(above, *given, mine[None], 0.0, causal, **options))
+        dq, *both = (torch.cat(each, 2)[0].transpose(0, 1) for each in zip(*found, strict=True))
+        return dq, *(t.unflatten(1, (-1, self.groups)).sum(2) for t in both)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_sinks_by_a_kernels_log_sum_exp_are_those_of_explicit_scores(window: int | None) -> None:
+    lengths, found = (7, 1, 12), []
+    torch.manual_seed(3)
+    shapes = [(20, 4, 16), (20, 2, 16), (20, 2, 16), (4,)]
+    drawn = [torch.randn(shape) for shape in shapes]
+    mask = PackedMask(lengths, window)
+    for by_kernel in (True, False):
+        given = [t.clone().requires_grad_() for t in drawn]
+        if by_kernel:
+            sinks = packed_attention.AttentionWithSinks
+            out: Any = sinks.apply(*given, CpuKernel(mask, 2))  # type: ignore[no-untyped-call]
+        else:
+            q, k, v = (t.transpose(0, 1)[None] for t in given[:3])
+            network = torch.nn.Module()
+            out = packed_attention.attend(network, q, k, v, mask, scaling=0.3, s_aux=given[3])[0][0]
+        (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+        found.append([out.detach(), *(t.grad for t in given)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.megatron

@@ -427,24 +427,16 @@ def sink_attention() -> type[Any]:
         ) -> torch.Tensor:
             """Attend over [tokens, heads, head size]; return [tokens, heads * head size]."""
             lengths = tuple(packed_seq_params.lengths.tolist())
-            masks = {length: self._mask(length, query.device) for length in set(lengths)}
             query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
             attended, _ = attend(
                 self,
                 query,
                 key,
                 value,
-                PackedMask(lengths, masks),
+                PackedMask(lengths, self.window),
                 scaling=self.softmax_scale,
                 s_aux=self.softmax_offset,
             )
             return attended[0].flatten(1)
-
-        def _mask(self, length: int, device: torch.device) -> torch.Tensor | None:
-            """Return what each token may see, [length, length] bool; None: all before it."""
-            if self.window is None or length <= self.window + 1:
-                return None
-            all_ = torch.ones(length, length, dtype=torch.bool, device=device)
-            return all_.tril() & all_.triu(-self.window)
 
     return SinkAttention
