@@ -82,7 +82,7 @@ async def create_batch(
     return json_response(await asyncio.to_thread(services.batches.create, body, key, caller))
 
 
-@router.get("/v1/batches/{batch_id}", Role.use, answer=Batch, fails="404 not_found")
+@router.get("/v1/batches/{batch_id}", Role.use, answer=Batch)
 async def retrieve_batch(services: Current, batch_id: BatchId) -> Response:
     """Return a batch: its status, counts and usage so far, at the end its files.
 
@@ -92,7 +92,7 @@ async def retrieve_batch(services: Current, batch_id: BatchId) -> Response:
     return json_response(await asyncio.to_thread(services.batches.get, batch_id))
 
 
-@router.get("/v1/batches/{batch_id}/errors", Role.use, answer=BatchErrors, fails="404 not_found")
+@router.get("/v1/batches/{batch_id}/errors", Role.use, answer=BatchErrors)
 async def list_batch_errors(
     services: Current,
     request: Request,
@@ -108,12 +108,7 @@ async def list_batch_errors(
     )
 
 
-@router.post(
-    "/v1/batches/{batch_id}/cancel",
-    Role.use,
-    answer=Batch,
-    fails="404 not_found, 400 invalid_status",
-)
+@router.post("/v1/batches/{batch_id}/cancel", Role.use, answer=Batch, fails="400 invalid_status")
 async def cancel_batch(services: Current, request: Request, batch_id: BatchId) -> Response:
     """Stop a batch; its answers so far stay.
 

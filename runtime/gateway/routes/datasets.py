@@ -125,7 +125,7 @@ async def list_changed_runs(
     return await answer_read(request, lambda: page(*read_page(), "run"))
 
 
-@router.get("/v1/datasets/{dataset_id}", Role.train, answer=DatasetSummary, fails="404 not_found")
+@router.get("/v1/datasets/{dataset_id}", Role.train, answer=DatasetSummary)
 async def retrieve_dataset(services: Current, request: Request, dataset_id: DatasetId) -> Response:
     """Return a training set's manifest.
 
@@ -135,12 +135,7 @@ async def retrieve_dataset(services: Current, request: Request, dataset_id: Data
     return await answer_read(request, partial(reader.read_dataset, services.home, dataset_id))
 
 
-@router.get(
-    "/v1/datasets/{dataset_id}/runs",
-    Role.train,
-    answer=ListPage[ConsideredRow],
-    fails="404 not_found",
-)
+@router.get("/v1/datasets/{dataset_id}/runs", Role.train, answer=ListPage[ConsideredRow])
 async def list_dataset_runs(
     services: Current,
     request: Request,
@@ -165,12 +160,7 @@ async def list_dataset_runs(
     return await answer_read(request, lambda: page(*read_page(), "run"))
 
 
-@router.get(
-    "/v1/datasets/{dataset_id}/histograms",
-    Role.train,
-    answer=DatasetHistograms,
-    fails="404 not_found",
-)
+@router.get("/v1/datasets/{dataset_id}/histograms", Role.train, answer=DatasetHistograms)
 async def read_dataset_histograms(
     services: Current, request: Request, dataset_id: DatasetId, bins: Bins = 24
 ) -> Response:
@@ -180,10 +170,7 @@ async def read_dataset_histograms(
 
 
 @router.get(
-    "/v1/datasets/{dataset_id}/samples",
-    Role.train,
-    answer=SamplePage,
-    fails="404 not_found, 404 model_not_found",
+    "/v1/datasets/{dataset_id}/samples", Role.train, answer=SamplePage, fails="404 model_not_found"
 )
 async def list_samples(
     services: Current,
@@ -221,10 +208,7 @@ async def list_samples(
 
 
 @router.get(
-    "/v1/datasets/{dataset_id}/card",
-    Role.train,
-    media={"text/markdown": {"type": "string"}},
-    fails="404 not_found",
+    "/v1/datasets/{dataset_id}/card", Role.train, media={"text/markdown": {"type": "string"}}
 )
 async def read_dataset_card(services: Current, dataset_id: DatasetId) -> Response:
     """Return a training set's card."""

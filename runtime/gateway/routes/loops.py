@@ -122,12 +122,7 @@ async def list_loops(
     return await answer_read(request, read, long=True)
 
 
-@router.get(
-    "/v1/loops/{loop}/iterations/{number}/timeline",
-    Role.train,
-    answer=Trace,
-    fails="404 not_found",
-)
+@router.get("/v1/loops/{loop}/iterations/{number}/timeline", Role.train, answer=Trace)
 async def read_iteration_timeline(
     services: Current, request: Request, loop: LoopId, number: IterationNumber
 ) -> Response:
@@ -147,12 +142,7 @@ async def read_iteration_timeline(
     return await answer_read(request, read)
 
 
-@router.get(
-    "/v1/loops/{loop}/iterations/{number}",
-    Role.train,
-    answer=IterationDetail,
-    fails="404 not_found",
-)
+@router.get("/v1/loops/{loop}/iterations/{number}", Role.train, answer=IterationDetail)
 async def read_iteration(
     services: Current, request: Request, loop: LoopId, number: IterationNumber
 ) -> Response:
@@ -161,12 +151,7 @@ async def read_iteration(
     return await answer_read(request, detail)
 
 
-@router.get(
-    "/v1/loops/{loop}/iterations/{number}/pairs",
-    Role.train,
-    answer=PairPage,
-    fails="404 not_found",
-)
+@router.get("/v1/loops/{loop}/iterations/{number}/pairs", Role.train, answer=PairPage)
 async def list_pairs(
     services: Current,
     request: Request,
@@ -181,9 +166,7 @@ async def list_pairs(
     return await answer_read(request, read)
 
 
-@router.get(
-    "/v1/loops/{loop}/journal/{entry}", Role.train, answer=dict[str, Any], fails="404 not_found"
-)
+@router.get("/v1/loops/{loop}/journal/{entry}", Role.train, answer=dict[str, Any])
 async def recall_entry(
     services: Current, request: Request, loop: LoopId, entry: EntryName
 ) -> Response:
@@ -265,7 +248,7 @@ async def ask_for_rollout(services: Current, request: Request, body: RolloutSpec
     return json_response({"state": state})
 
 
-@router.get("/v1/rollouts/{run_id}", Role.train, answer=RolloutStatus, fails="404 not_found")
+@router.get("/v1/rollouts/{run_id}", Role.train, answer=RolloutStatus)
 async def wait_for_rollout(
     services: Current,
     run_id: RunId,

@@ -323,21 +323,14 @@ async def list_tinker_models_trained(
     return json_response({"training_runs": rows, "cursor": cursor, **damage})
 
 
-@router.get(
-    "/api/v1/training_runs/{model_id}", Role.train, answer=dict[str, Any], fails="404 not_found"
-)
+@router.get("/api/v1/training_runs/{model_id}", Role.train, answer=dict[str, Any])
 async def retrieve_tinker_training_run(services: Current, model_id: TinkerId) -> Response:
     """Return a model of a script, and what it saved last."""
     model = await asyncio.to_thread(services.tinker.model, model_id)
     return json_response(await asyncio.to_thread(_row, services, model))
 
 
-@router.get(
-    "/api/v1/training_runs/{model_id}/checkpoints",
-    Role.train,
-    answer=dict[str, Any],
-    fails="404 not_found",
-)
+@router.get("/api/v1/training_runs/{model_id}/checkpoints", Role.train, answer=dict[str, Any])
 async def list_tinker_checkpoints(services: Current, model_id: TinkerId) -> Response:
     """List the weights that a script saved under names, oldest first."""
     await asyncio.to_thread(services.tinker.model, model_id)
