@@ -28,7 +28,7 @@ from cray_agents.cli.conversation_view import (
     report,
 )
 from cray_agents.cli.options import Commands, given, key_value
-from cray_agents.cli.screen import disarm, errors, print_json, settings
+from cray_agents.cli.screen import disarm, note, print_json, settings
 from cray_agents.cli.user_files import load
 from cray_agents.engines.openai_engine import OpenAIEngine
 from cray_agents.errors import BadInput
@@ -149,7 +149,7 @@ def serve_mcp(
             agent = stack.enter_context(with_engine(load_agent(file)))
             server = agent_server(agent)
         if http:
-            serve_http(server, port or 0, lambda at: errors.print(f"MCP server: {at}"))
+            serve_http(server, port or 0, lambda at: note(f"MCP server: {at}"))
         else:
             serve_stdio(server)
 

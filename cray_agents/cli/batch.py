@@ -12,7 +12,7 @@ from rich.progress import MofNCompleteColumn
 
 from cray_agents.cli.options import Commands, given
 from cray_agents.cli.platform_access import found_platform
-from cray_agents.cli.screen import console, print_json, progress_bar, show, when
+from cray_agents.cli.screen import print_json, progress_bar, say, show, when
 from cray_agents.errors import BadInput, EngineUnavailable, NotFound
 from cray_agents.exact_json import load_json
 from cray_agents.platform.client import Platform
@@ -178,10 +178,10 @@ def print_batch(entry: Any) -> None:
     show([table_row(entry)], COLUMNS)
     for name in ("output_file_id", "error_file_id"):
         if value := getattr(entry, name):
-            console.print(f"{name}: {value}", highlight=False)
+            say(f"{name}: {value}")
     for problem in entry.errors.data if entry.errors else []:
         line = f"line {problem.line}: " if problem.line else ""
-        console.print(f"{line}{problem.code}: {problem.message}", markup=False, highlight=False)
+        say(f"{line}{problem.code}: {problem.message}")
 
 
 def exit_unless_completed(entry: Any) -> None:

@@ -15,7 +15,7 @@ import typer
 
 from cray_agents.cli.options import Commands, given
 from cray_agents.cli.platform_access import platform_client
-from cray_agents.cli.screen import errors, root, settings
+from cray_agents.cli.screen import note, root, settings
 from cray_agents.platform.client import Platform
 from cray_agents.processes import alive
 from cray_agents.server.platform_process import ask_once, client, running, serving
@@ -42,7 +42,7 @@ def dashboard(
     root()
     with suppress(KeyboardInterrupt), serving(config, name="", replicas=0) as info:
         _open(client(info), browser)
-        errors.print("no platform ran here: one without replicas shows the root until Ctrl-C")
+        note("no platform ran here: one without replicas shows the root until Ctrl-C")
         while alive(info["pid"]):
             time.sleep(1)
 

@@ -23,6 +23,7 @@ from cray_agents.cli.screen import (
     print_json,
     progress_bar,
     root,
+    say,
     settings,
     show,
     when,
@@ -130,10 +131,10 @@ def _build_or_plan(recipe: DatasetRecipe, *, dry_run: bool) -> None:
         return
     _print_counts(manifest)
     if not dry_run:
-        console.print(f"{home.dataset(manifest['id'])}", highlight=False, soft_wrap=True)
+        say(f"{home.dataset(manifest['id'])}")
         return
     show(examples.rows(), LINES)
-    console.print("nothing was written", highlight=False)
+    say("nothing was written")
 
 
 @dataset.command("list")
@@ -160,7 +161,7 @@ def show_one(dataset_id: DatasetId) -> None:
         return
     _print_counts(manifest)
     card = root().dataset(dataset_id) / CARD
-    console.print(f"card: {card}", highlight=False, soft_wrap=True)
+    say(f"card: {card}")
 
 
 def recipe_of(
@@ -219,31 +220,28 @@ class _Examples:
 def _print_counts(manifest: dict[str, Any]) -> None:
     """Print the counts of a dataset."""
     name = manifest["id"] or "an empty dataset, which is not built"
-    console.print(f"[bold]{name}[/]  {manifest['method']}", highlight=False)
+    console.print(f"[bold]{name}[/]  {manifest['method']}")
     if taken := manifest.get("step_taken"):
-        console.print(f"its step has {taken}: that is what is built again", highlight=False)
+        say(f"its step has {taken}: that is what is built again")
     for split, counts in manifest["splits"].items():
-        console.print(
+        say(
             f"{split}: {counts['samples']:,} samples, {counts['tokens']:,} tokens, "
-            f"{counts['trained_tokens']:,} of them trained on",
-            highlight=False,
+            f"{counts['trained_tokens']:,} of them trained on"
         )
-    console.print(
+    say(
         f"{manifest['accepted_runs']:,} of {manifest['considered_runs']:,} runs are in, and "
-        f"{manifest['demonstrations']:,} demonstrations",
-        highlight=False,
+        f"{manifest['demonstrations']:,} demonstrations"
     )
     if split := manifest.get("split_runs"):
-        console.print(
+        say(
             f"{split:,} of these runs are several sequences: the chat template renders earlier "
-            "turns differently than they were sampled, or another agent went on",
-            highlight=False,
+            "turns differently than they were sampled, or another agent went on"
         )
     for loss, count in manifest.get("losses", {}).items():
-        console.print(f"{count:,} samples lack {loss}", highlight=False, markup=False)
+        say(f"{count:,} samples lack {loss}")
     left_out = Counter(manifest["rejected"]) + Counter(manifest["rejected_demonstrations"])
     for reason, count in left_out.most_common():
-        console.print(f"  {reason:<22} {count:,}", highlight=False)
+        say(f"  {reason:<22} {count:,}")
 
 
 @contextmanager

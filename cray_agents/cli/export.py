@@ -17,7 +17,7 @@ import typer
 from rich.progress import MofNCompleteColumn, TextColumn
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.screen import check_stored, errors, progress_bar, settings, size
+from cray_agents.cli.screen import check_stored, errors, note, progress_bar, settings, size
 from cray_agents.cli.where import WhereOption, parse_where
 from cray_agents.errors import BadInput
 from cray_agents.runtime.exports.formats.catalog import FORMATS
@@ -144,7 +144,7 @@ def export(
     elif not quiet:
         _print_summary(summary, output)
         if dataset is not None and split is None and exporter.has_validation(root, dataset):
-            errors.print("  the dataset's validation split is not in it: --split validation")
+            note("  the dataset's validation split is not in it: --split validation")
 
 
 def _to_stdout(source: Any, form: Any, rules: Any, on_progress: Any) -> "Summary":
@@ -189,19 +189,14 @@ class _Lines:
         if time.monotonic() - self._last_print > SAY_EVERY:
             self._last_print = time.monotonic()
             total = f" of {now.total:,}" if now.total is not None else ""
-            errors.print(f"{now.runs:,}{total} runs, {size(now.bytes)}", highlight=False)
+            note(f"{now.runs:,}{total} runs, {size(now.bytes)}")
 
 
 def _print_summary(summary: "Summary", output: Path | None) -> None:
     """Print the counts of an export and its losses."""
     destination = f" to {output}" if output else ""
-    errors.print(
-        f"{summary.records:,} records of {summary.runs:,} runs, {size(summary.bytes)}"
-        f"{destination}",
-        highlight=False, soft_wrap=True, markup=False,
-    )  # fmt: skip
+    note(
+        f"{summary.records:,} records of {summary.runs:,} runs, {size(summary.bytes)}{destination}"
+    )
     for code, loss in summary.losses.items():
-        errors.print(
-            f"  {loss.count:,} times: {loss.sentence} ({code})", highlight=False, soft_wrap=True,
-            markup=False,
-        )  # fmt: skip
+        note(f"  {loss.count:,} times: {loss.sentence} ({code})")

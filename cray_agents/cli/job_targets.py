@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from cray_agents.cli.event_stream import NewEvents
 from cray_agents.cli.job_page import sentence
-from cray_agents.cli.screen import errors, line
+from cray_agents.cli.screen import line, note
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, EngineTimeout, EngineUnavailable, SetupError
 from cray_agents.paths import Home
@@ -83,11 +83,6 @@ def with_trainer_choices(config: Config, spec: JobSpec) -> JobSpec:
     return decide_hyperparameters(spec, config.root, resources)
 
 
-def say(text: str) -> None:
-    """Print a line of the command's own on stderr."""
-    errors.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
 class PlatformTrainer:
     """The trainer of a running platform, with the methods that this command calls."""
 
@@ -128,8 +123,10 @@ def _train_on_platform(
     try:
         status = following.print_until_end(trainer, (*UNDER_WAY, "paused"))
     except KeyboardInterrupt:
-        say(f"{status.id} goes on: `cray-agents jobs logs -f {status.id}` follows it, and"
-            f" `cray-agents jobs pause {status.id}` halts it")  # fmt: skip
+        note(
+            f"{status.id} goes on: `cray-agents jobs logs -f {status.id}` follows it, and"
+            f" `cray-agents jobs pause {status.id}` halts it"
+        )
         raise
     time.sleep(POLL)  # a job records its end before its last events and log lines
     following.print_new(last=True)
@@ -174,19 +171,19 @@ def _make_trainer(config: Config, scheduler: "Slurm | LocalProcesses") -> "Megat
     from cray_agents.trainers.planning.cluster_resources import resources_of
 
     resources = resources_of(config, here=scheduler.on_this_host, host_gpus=scheduler.gpus)
-    say(f"scheduler: {scheduler.reason}; trainer: {resources}")
+    note(f"scheduler: {scheduler.reason}; trainer: {resources}")
     return MegatronTrainer(config.root, scheduler, resources, failures=failure_settings(config))
 
 
 def _save_and_stop(trainer: "MegatronTrainer", following: "Following", job_id: str) -> JobStatus:
     """Let the job save a resume point and end."""
-    say("saving where it stands (Ctrl-C again: end at once)")
+    note("saving where it stands (Ctrl-C again: end at once)")
     with contextlib.suppress(BadInput):  # the job has ended meanwhile
         trainer.pause(job_id)
     status = following.print_until_end(trainer, UNDER_WAY)
     if status.state == "paused":
         progress = f"saved after step {status.step} of {status.steps}"
-        say(f"{job_id} is {progress}: the same command again goes on from there")
+        note(f"{job_id} is {progress}: the same command again goes on from there")
     return status
 
 
@@ -259,11 +256,11 @@ def _begin(
         following = Following(JobJournal(home, status.id), spec.hyperparameters.steps)
     if status.state == "paused":
         status = trainer.resume(status.id)
-    say(f"{status.id} is {status.state}")
+    note(f"{status.id} is {status.state}")
     return following, status
 
 
 def _detach(status: JobStatus) -> JobStatus:
     """Say how to follow the job, and return its status."""
-    say(f"`cray-agents jobs logs -f {status.id}` follows it")
+    note(f"`cray-agents jobs logs -f {status.id}` follows it")
     return status

@@ -12,11 +12,11 @@ import typer
 
 from cray_agents.cli.options import Commands, given
 from cray_agents.cli.screen import (
-    console,
-    errors,
     line,
+    note,
     print_json,
     root,
+    say,
     settings,
     show,
     when,
@@ -159,7 +159,7 @@ def job_logs(
         ranks = f"its ranks are 0 to {spec.layout.world - 1}"
         raise BadInput(f"{journal.job_id} has no rank {rank}; {ranks}", param="rank")
     if follow and not has_ended(journal) and not restarts_jobs(home):
-        errors.print(f"no platform runs on {home.root}: a job that dies is not started again")
+        note(f"no platform runs on {home.root}: a job that dies is not started again")
     for item in stream_job(journal, log, tail, events=rank is None, follow=follow):
         if isinstance(item, str):
             if not given().json:
@@ -238,7 +238,7 @@ def restarts_jobs(home: Home) -> bool:
 
 def print_state(job: JobStatus) -> None:
     """Print the state of a job; pausing takes as long as the present step and a save."""
-    console.print(f"{job.id} is {job.state} at step {job.step} of {job.steps}")
+    say(f"{job.id} is {job.state} at step {job.step} of {job.steps}")
 
 
 def report_end(home: Home, job_id: str) -> None:
@@ -250,7 +250,7 @@ def report_end(home: Home, job_id: str) -> None:
         why = f": {status.error}" if status.error else f" at step {status.step}"
         raise JobError(f"{job_id} {status.state}{why}")
     trained = f"{status.steps} steps, {status.trained_tokens:,} tokens"
-    errors.print(f"{job_id} succeeded: {trained}, checkpoint {status.checkpoint}", highlight=False)
+    note(f"{job_id} succeeded: {trained}, checkpoint {status.checkpoint}")
 
 
 def named_job(home: Home, given: str) -> str:

@@ -9,10 +9,9 @@ import socket
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.screen import console, errors, open_root, root, settings, show, user, when
+from cray_agents.cli.screen import note, open_root, root, say, settings, show, user, when
 from cray_agents.paths import Home
 
 ReasonOption = Annotated[str, typer.Option(help="The reason, for the audit log.")]
@@ -45,10 +44,9 @@ def create(
     if given().json:
         print(json.dumps({**record.model_dump(mode="json"), "secret": secret}))
         return
-    errors.print(
-        f"the key {escape(name)} ({role}); its secret is kept nowhere, so note it now. Clients take"
-        " it as api_key, or from OPENAI_API_KEY; cray-agents itself from CRAY_AGENTS_API_KEY.",
-        soft_wrap=True,
+    note(
+        f"the key {name} ({role}); its secret is kept nowhere, so note it now. Clients take"
+        " it as api_key, or from OPENAI_API_KEY; cray-agents itself from CRAY_AGENTS_API_KEY."
     )
     print(secret)
 
@@ -85,7 +83,7 @@ def revoke(
     opened = open_root(settings())
     for record in Keys(opened).revoke(key):
         _note(opened, "keys revoke", record.id, record.name, reason)
-        console.print(f"revoked {escape(record.name)} ({record.id})", soft_wrap=True)
+        say(f"revoked {record.name} ({record.id})")
 
 
 def _note(home: Home, action: str, key: str, name: str, reason: str) -> None:

@@ -10,11 +10,12 @@ import typer
 
 from cray_agents.cli.options import Commands, given
 from cray_agents.cli.screen import (
-    console,
     errors,
+    note,
     open_root,
     print_json,
     root,
+    say,
     settings,
     show,
     size,
@@ -70,7 +71,7 @@ def check(
     if not rows:
         errors.print("everything is whole", style="green")
     elif not repair and any(row["repairable"] for row in rows):
-        errors.print("`cray-agents maintain fsck --repair` mends what it can; no byte is destroyed")
+        note("`cray-agents maintain fsck --repair` mends what it can; no byte is destroyed")
     if any(row["lost"] != 0 or not repair for row in rows):
         raise typer.Exit(1)
 
@@ -98,9 +99,9 @@ def compact_segments(dry_run: DryRun = False) -> None:
         print_json(rows)
         return
     verb = "would be compacted" if dry_run else "compacted"
-    console.print(f"{sum(len(row['segments']) for row in rows)} segments {verb}")
+    say(f"{sum(len(row['segments']) for row in rows)} segments {verb}")
     for row in rows if not dry_run else ():
-        console.print(
+        say(
             f"  {len(row['segments'])} -> {row['into']}: {size(row['bytes_before'])} -> "
             f"{size(row['bytes_after'])}, {row['forgotten']} events forgotten, "
             f"{row['doubled']} that were there twice"
@@ -175,8 +176,8 @@ def _prune_models(name: str | None, keep: int, *, dry_run: bool) -> None:
     if rows:
         show(rows, ["what", "of", "size"])
     for version, why in pruned.kept.items():
-        console.print(f"{version} stays: {why}", highlight=False, markup=False)
-    console.print(f"{size(pruned.bytes)} {'would be ' if dry_run else ''}given back")
+        say(f"{version} stays: {why}")
+    say(f"{size(pruned.bytes)} {'would be ' if dry_run else ''}given back")
 
 
 def loaded_versions(home: Home) -> set[str]:
@@ -216,7 +217,7 @@ def _prune_runs(wanted: RunFilter, *, dry_run: bool, yes: bool) -> None:
         print_json(report)
     elif "forgotten" in report:
         count = report["forgotten"]
-        console.print(f"{count} runs forgotten; `cray-agents maintain compact` frees space")
+        say(f"{count} runs forgotten; `cray-agents maintain compact` frees space")
 
 
 async def forget(store: "Store", wanted: RunFilter) -> int:
@@ -242,8 +243,8 @@ def preview(store: "Store", wanted: RunFilter) -> dict[str, Any]:
 
 def print_preview(report: dict[str, Any]) -> None:
     """Print the result of `preview` for people."""
-    console.print(f"{report['runs']} runs match, with {report['tokens']} tokens")
+    say(f"{report['runs']} runs match, with {report['tokens']} tokens")
     for loop, count in report["loops"].items():
-        console.print(f"  {loop}: {count}", markup=False)
+        say(f"  {loop}: {count}")
     if report["first"]:
-        console.print(f"  the oldest: {', '.join(report['first'])}", markup=False)
+        say(f"  the oldest: {', '.join(report['first'])}")

@@ -16,7 +16,17 @@ from rich.tree import Tree
 
 from cray_agents.cli.options import Commands, given
 from cray_agents.cli.platform_access import ask_root
-from cray_agents.cli.screen import console, errors, print_json, print_table, root, show, user, when
+from cray_agents.cli.screen import (
+    console,
+    note,
+    print_json,
+    print_table,
+    root,
+    say,
+    show,
+    user,
+    when,
+)
 from cray_agents.errors import BadInput, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
@@ -177,7 +187,7 @@ def merge(version: Version) -> None:
     if given().json:
         print_json({"id": found.id, "directory": str(directory)})
     else:
-        console.print(str(directory), highlight=False, soft_wrap=True)
+        say(str(directory))
 
 
 @models.command("canary", takes="")
@@ -257,8 +267,7 @@ def decide(
         )
     print_event(offline(Registry(root_home)).model_dump(mode="json"))
     up = command("up", root_home)
-    notice = f"no platform runs: `{up}` serves what is promoted, once its probe has passed"
-    errors.print(notice, highlight=False, soft_wrap=True)
+    note(f"no platform runs: `{up}` serves what is promoted, once its probe has passed")
 
 
 def replica_counts(home: Home) -> Counter[str] | None:
@@ -282,7 +291,7 @@ def print_event(event: dict[str, Any]) -> None:
         text = f"{event['name']} rolled back by {event['who']}{why}"
     if event["kind"] in ("promoted", "rolled_back"):
         text += f"; {event['name']} means {event['name']}@{event['version']} now"
-    console.print(escape(text), soft_wrap=True)
+    say(text)
 
 
 def lineage_trees(kin: list[dict[str, Any]]) -> list[Tree]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 import typer
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.screen import console, print_json, settings, show
+from cray_agents.cli.screen import console, print_json, say, settings, show
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.training_jobs import (
@@ -288,11 +288,11 @@ def _check_length(length: int, model: "Architecture", at_once: int) -> None:
 def _print_plan(estimate: "Plan", limit: int) -> None:
     """Print the plan for people."""
     for name, text in _lines(estimate):
-        console.print(f"[bold]{name:<8}[/] {text}", highlight=False, soft_wrap=True)
+        console.print(f"[bold]{name:<8}[/] {text}", soft_wrap=True)
     if estimate.choice is None:
         return
     for reason in estimate.choice.reasons:
-        console.print(f"{'':<8} {reason}", highlight=False, soft_wrap=True)
+        say(f"{'':<8} {reason}")
     if limit:
         console.print()
         show(estimate.rows(estimate.choice.ranking[:limit]), COLUMNS)

@@ -13,7 +13,7 @@ import typer
 
 from cray_agents.cli.options import Commands, given
 from cray_agents.cli.platform_access import platform_client
-from cray_agents.cli.screen import console, one_line, print_json, settings, show, size, when
+from cray_agents.cli.screen import one_line, print_json, say, settings, show, size, when
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
@@ -143,13 +143,13 @@ def _start_detached(
     end = command("down", config.root)
     if standby and wait_until_waiting(config.root, process) is None:
         log = log_file(config.root, standby=True)
-        console.print(f"a standby waits (pid {process.pid}); its log is {log}")
+        say(f"a standby waits (pid {process.pid}); its log is {log}")
     elif not count.total:
         info = wait_until_live(config.root, process)
-        console.print(f"{info['url']} is up, without replicas (end it: {end})")
+        say(f"{info['url']} is up, without replicas (end it: {end})")
     else:
         info = wait_until_ready(config.root, process)
-        console.print(f"{name} is served at {info['url']}/v1 (end it: {end})")
+        say(f"{name} is served at {info['url']}/v1 (end it: {end})")
 
 
 def _only_name(home: Home, model: Path | None) -> str:
@@ -169,14 +169,14 @@ def down(
     root = settings().root
     info = running(root)
     if info is None:
-        console.print(f"no platform runs on {root.root}")
+        say(f"no platform runs on {root.root}")
         return
     if hand_over and not fetch(info, "/v1/platform")["controller"]["standbys"]:
         raise SetupError(f"no standby waits on {root.root}: start one with `up --standby`")
     if info["pid"] is not None and not hand_over:
         end_for_good(root, info.get("term", 0))
     stop(info["pid"])
-    console.print(f"ended the platform on {root.root} (pid {info['pid']})")
+    say(f"ended the platform on {root.root} (pid {info['pid']})")
 
 
 def status(
@@ -239,7 +239,7 @@ def _show_status() -> None:
         if given().json:
             print_json({"running": False, "home": str(root.root)})
         else:
-            console.print(f"no platform runs on {root.root}")
+            say(f"no platform runs on {root.root}")
         raise typer.Exit(1)
     about, pool = fetch(info, "/v1/platform"), fetch(info, "/v1/pool")
     replicas, lease = [*pool["data"], *pool["spares"]], pool["lease"]
@@ -249,12 +249,12 @@ def _show_status() -> None:
         print_json(info | {"replicas": replicas, "lease": lease})
         return
     process = f"pid {info['pid']}" if info["pid"] else f"on {info['host']}"
-    console.print(
+    say(
         f"{info['url']}/v1  {process}  engine {info['engine']['name']} "
         f"{info['engine']['version']}  scheduler {info['scheduler']['name']}"
     )
     if "controller" in info:
-        console.print(describe_controller(info["controller"]), markup=False)
+        say(describe_controller(info["controller"]))
     rows = [replica | {"versions": ", ".join(replica["versions"])} for replica in replicas]
     columns = ["versions", "state", "in_flight", "restarts", "host", "pid", "job"]
     if not any(replica["job"] for replica in replicas):
@@ -265,12 +265,11 @@ def _show_status() -> None:
         show(tier_rows(fetch_text(info, "/metrics/engines")), ["replica", *TIER_COLUMNS])
     for replica in replicas:
         if (last := replica["last_restart"]) is not None:
-            console.print(f"restarted at {when(last['time'])}: {last['why']}", markup=False)
+            say(f"restarted at {when(last['time'])}: {last['why']}")
     if lease is not None:
-        console.print(
+        say(
             f"{', '.join(lease['displaced'])} made room for {lease['version']}, which "
-            f"{lease['holder']!r} evaluates",
-            markup=False,
+            f"{lease['holder']!r} evaluates"
         )
 
 

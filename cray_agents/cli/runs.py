@@ -10,20 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import typer
 from rich.cells import cell_len
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.screen import (
-    cell,
-    console,
-    errors,
-    one_line,
-    open_store,
-    print_json,
-    show,
-)
+from cray_agents.cli.screen import cell, console, note, one_line, open_store, print_json, show
 from cray_agents.cli.where import WhereOption, parse_where
 from cray_agents.errors import BadInput
 from cray_agents.queries import RunQuery
@@ -80,8 +71,7 @@ def list_runs(
         return
     console.print(table(rows, console.width))
     if len(matches) > limit:
-        last = escape(matches[limit - 1].run_id)
-        errors.print(f"there are more: --after {last}", highlight=False)
+        note(f"there are more: --after {matches[limit - 1].run_id}")
 
 
 @runs.command("show")

@@ -53,8 +53,18 @@ class _DisarmedConsole(Console):
 
 
 _width = None if sys.stderr.isatty() or "COLUMNS" in os.environ else LOG_WIDTH
-console = _DisarmedConsole(width=None if sys.stdout.isatty() else _width)
-errors = _DisarmedConsole(stderr=True, width=_width)
+console = _DisarmedConsole(width=None if sys.stdout.isatty() else _width, highlight=False)
+errors = _DisarmedConsole(stderr=True, width=_width, highlight=False)
+
+
+def say(text: str) -> None:
+    """Print a line of text, without markup; a long one is not wrapped."""
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """Print a line as `say` does, on stderr: what is no answer of the command."""
+    errors.print(text, markup=False, soft_wrap=True)
 
 
 def print_json(value: Any) -> None:
@@ -134,14 +144,14 @@ def line(text: str, indent: int = 0, style: str = "", hanging: int = 0) -> None:
         margin = indent + (hanging if number else 0)
         whole = Text(disarm(source.expandtabs(4)), style)
         if not console.is_terminal:
-            console.print(Text(" " * margin) + whole, soft_wrap=True, highlight=False)
+            console.print(Text(" " * margin) + whole, soft_wrap=True)
             continue
         for part, piece in enumerate(
             whole.wrap(console, max(20, console.width - margin - hanging))
         ):
             rest = hanging if part and not number else 0
             piece.rstrip()
-            console.print(Text(" " * (margin + rest)) + piece, soft_wrap=True, highlight=False)
+            console.print(Text(" " * (margin + rest)) + piece, soft_wrap=True)
 
 
 def user() -> str:
@@ -193,8 +203,8 @@ def open_root(config: Config, *, new: bool = False) -> Home:
     """
     if not new:
         check_stored(config.root)
-    if note := keep_private(config):
-        errors.print(note, highlight=False, markup=False, soft_wrap=True)
+    if change := keep_private(config):
+        note(change)
     return config.root
 
 

@@ -8,15 +8,14 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
-from rich.markup import escape
 
 from cray_agents.cli.options import Commands, given
 from cray_agents.cli.screen import (
-    console,
-    errors,
+    note,
     open_store,
     print_json,
     root,
+    say,
     settings,
     show,
     when,
@@ -108,7 +107,7 @@ def keys(
     columns = [*(["time"] if bucket else []), *groups, "runs", "calls", "prompt_tokens"]
     show(rows, [*columns, "cached_tokens", "sampled_tokens", "seconds", "errors"])
     if table["has_more"]:
-        errors.print(f"and more groups: these {MOST_ROWS} are the largest")
+        note(f"and more groups: these {MOST_ROWS} are the largest")
 
 
 @usage.command("cost")
@@ -182,9 +181,9 @@ def _print_cost(table: "CostTable") -> None:
             columns += ["per_point"]
         show(rows, [*of, *columns, "per_success"])
         if table.has_more:
-            errors.print(f"more rows than {len(table.data)} are left out: see GET /v1/cost")
+            note(f"more rows than {len(table.data)} are left out: see GET /v1/cost")
     hours = f"from {when(table.since)}" if table.since else "from the beginning"
-    console.print(f"{hours} to {when(table.until)}; {escape(_money(table))}", soft_wrap=True)
+    say(f"{hours} to {when(table.until)}; {_money(table)}")
 
 
 def _unit(table: "CostTable") -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from cray_agents.cli.options import given
-from cray_agents.cli.screen import console, print_json, root, show
+from cray_agents.cli.screen import print_json, root, say, show
 from cray_agents.errors import BadInput
 from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.tasks.record_source import read_whole
@@ -52,7 +52,7 @@ def drift(earlier: str, later: str, chosen: RunFilter, alpha: float) -> None:
             ["habit", "pairs", "earlier", "later", "evidence", "limit", "drifted", "about"],
         )
         if not habits[0]["pairs"]:
-            console.print(f"no runs of both {versions[0]} and {versions[1]}", markup=False)
+            say(f"no runs of both {versions[0]} and {versions[1]}")
     if drifted:
         raise typer.Exit(1)
 
@@ -134,7 +134,7 @@ def _read_planted(path: Path) -> list[str]:
 
 def _print_memorised(rows: list[dict[str, Any]], strings: list[str], model: str) -> None:
     if not rows:
-        console.print(f"no runs of {model} are recorded", markup=False)
+        say(f"no runs of {model} are recorded")
         return
     table: Iterable[dict[str, Any]] = (
         row | {"95 %": _interval(row["interval"]), "sets": len(row["datasets"])} for row in rows
@@ -143,9 +143,9 @@ def _print_memorised(rows: list[dict[str, Any]], strings: list[str], model: str)
     show(list(table), columns + ["with_planted"] * bool(strings))
     for row in rows:
         for run in row["repeating_runs"]:
-            console.print(f"  {row['model']} repeats its training set: {run}", markup=False)
+            say(f"  {row['model']} repeats its training set: {run}")
         for text, runs in row["planted"].items():
-            console.print(f"  {row['model']} says {text!r}: {', '.join(runs)}", markup=False)
+            say(f"  {row['model']} says {text!r}: {', '.join(runs)}")
 
 
 def _interval(interval: tuple[float, float] | None) -> str | None:
