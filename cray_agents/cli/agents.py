@@ -61,13 +61,10 @@ SessionOption = Annotated[
 ]
 
 
-def add_to(app: Commands) -> None:
-    """Register the commands."""
-    app.command("run", takes="json url")(run_agent)
-    app.command("chat", takes="url")(chat)
-    app.command("mcp", takes="url")(serve_mcp)
+commands = Commands()
 
 
+@commands.command("run", takes="json url")
 def run_agent(
     file: AgentFile,
     question: Annotated[
@@ -109,6 +106,7 @@ def run_agent(
         raise typer.Exit(1)
 
 
+@commands.command("chat", takes="url")
 def chat(
     file: AgentFile,
     task: TaskOption = None,
@@ -126,6 +124,7 @@ def chat(
         TerminalChat(agent, memory, task=request, forget=forget).run()
 
 
+@commands.command("mcp", takes="url")
 def serve_mcp(
     file: AgentFile,
     http: Annotated[

@@ -36,15 +36,10 @@ ErrorsOption = Annotated[
     typer.Option("--errors", help="Write the failed lines to this file; - for the screen."),
 ]
 
-batch = Commands(no_args_is_help=True, help="Batches of requests: run, status.")
+commands = Commands("batch", help="Batches of requests: run, status.")
 
 
-def add_to(app: Commands) -> None:
-    """Register the command group."""
-    app.add_typer(batch, name="batch")
-
-
-@batch.command("run", takes="json url")
+@commands.command("run", takes="json url")
 def run(
     file: Annotated[
         Path,
@@ -81,7 +76,7 @@ def run(
         exit_unless_completed(entry)
 
 
-@batch.command("status", takes="json url")
+@commands.command("status", takes="json url")
 def status(
     batch_id: Annotated[
         str | None,

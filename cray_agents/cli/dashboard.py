@@ -20,12 +20,10 @@ from cray_agents.platform.client import Platform
 from cray_agents.processes import alive
 from cray_agents.server.platform_process import ask_once, client, running, serving
 
-
-def add_to(app: Commands) -> None:
-    """Register the command."""
-    app.command("dashboard", takes="url")(dashboard)
+commands = Commands()
 
 
+@commands.command("dashboard", takes="url")
 def dashboard(
     browser: Annotated[
         bool, typer.Option("--browser/--no-browser", help="Open a browser, or only print the URL.")

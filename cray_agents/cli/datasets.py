@@ -57,15 +57,10 @@ DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Say what would be in and out, and why; write nothing.")
 ]
 
-dataset = Commands(no_args_is_help=True, help="Training sets: build, list, show.")
+commands = Commands("dataset", help="Training sets: build, list, show.")
 
 
-def add_to(app: Commands) -> None:
-    """Register the command group."""
-    app.add_typer(dataset, name="dataset")
-
-
-@dataset.command("build")
+@commands.command("build")
 def build(
     recipe: RecipeOption = None,
     terms: WhereOption = None,
@@ -137,7 +132,7 @@ def _build_or_plan(recipe: DatasetRecipe, *, dry_run: bool) -> None:
     say("nothing was written")
 
 
-@dataset.command("list")
+@commands.command("list")
 def list_all(
     limit: Annotated[int, typer.Option(min=1, help="The length of the list, at most.")] = 20,
 ) -> None:
@@ -149,7 +144,7 @@ def list_all(
     show(rows, COLUMNS, damaged=listing.damaged)
 
 
-@dataset.command("show")
+@commands.command("show")
 def show_one(dataset_id: DatasetId) -> None:
     """Show one training set: counts, why runs are not in it, where its card lies."""
     from cray_agents.runtime.datasets import read_dataset

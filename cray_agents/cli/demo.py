@@ -37,11 +37,10 @@ SMOLLM2 = "smollm2"
 RECIPE = Path(__file__).parents[2] / "cookbook" / "09_function_calling.py"
 
 
-def add_to(app: Commands) -> None:
-    """Register the command."""
-    app.command("demo")(demo)
+commands = Commands()
 
 
+@commands.command("demo")
 def demo(
     seed: Annotated[
         int, typer.Option(min=0, help="The seed of the model, the tasks and the data.")

@@ -78,11 +78,10 @@ ShardOption = Annotated[
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors.")]
 
 
-def add_to(app: Commands) -> None:
-    """Register the command."""
-    app.command("export", help=HELP)(export)
+commands = Commands()
 
 
+@commands.command("export", help=HELP)
 def export(
     runs: RunsArgument = None,
     form: FormatOption = "jsonl",

@@ -19,11 +19,10 @@ if TYPE_CHECKING:
 FORMATS = "openai (chats, preferences), sharegpt, atif, openenv, jsonl (whole records, by `export`)"
 
 
-def add_to(app: Commands) -> None:
-    """Register the command."""
-    app.command("import")(import_runs)
+commands = Commands()
 
 
+@commands.command("import")
 def import_runs(
     file: Annotated[
         Path,

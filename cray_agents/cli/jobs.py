@@ -44,19 +44,11 @@ JobId = Annotated[
     typer.Argument(help="The job as `jobs list` shows it, its first letters, or Slurm's number."),
 ]
 
-jobs = Commands(
-    no_args_is_help=True,
-    help="Training jobs: submit, list, show, logs, pause, resume, cancel.",
-)
-jobs.command("submit")(submit)
+commands = Commands("jobs", help="Training jobs: submit, list, show, logs, pause, resume, cancel.")
+commands.command("submit")(submit)
 
 
-def add_to(app: Commands) -> None:
-    """Register the command group."""
-    app.add_typer(jobs, name="jobs")
-
-
-@jobs.command("list")
+@commands.command("list")
 def list_jobs() -> None:
     """List training jobs, oldest first."""
     from cray_agents.runtime.disk.checksums import list_whole
@@ -66,7 +58,7 @@ def list_jobs() -> None:
     show(rows.rows, COLUMNS, damaged=rows.damaged)
 
 
-@jobs.command("show")
+@commands.command("show")
 def show_job(
     job_id: JobId,
     hardware: Annotated[
@@ -125,7 +117,7 @@ def print_script(config: Config, job_id: str) -> None:
     print(slurm.script(trainer.command_of(JobJournal(home, job_id).spec())), end="")
 
 
-@jobs.command("logs")
+@commands.command("logs")
 def job_logs(
     job_id: JobId,
     follow: Annotated[
@@ -172,19 +164,19 @@ def job_logs(
         report_end(home, journal.job_id)
 
 
-@jobs.command("pause", takes="")
+@commands.command("pause", takes="")
 def pause_job(job_id: JobId) -> None:
     """Let a job save where it stands and end its processes; it stays so until `jobs resume`."""
     print_state(call_platform(job_id, Platform.pause_job))
 
 
-@jobs.command("resume", takes="")
+@commands.command("resume", takes="")
 def resume_job(job_id: JobId) -> None:
     """Let a paused job go on from where it was paused."""
     print_state(call_platform(job_id, Platform.resume_job))
 
 
-@jobs.command("cancel", takes="")
+@commands.command("cancel", takes="")
 def cancel_job(job_id: JobId) -> None:
     """End a job for good; one that has ended stays what it is."""
     print_state(call_platform(job_id, Platform.cancel_job))

@@ -16,15 +16,10 @@ from cray_agents.paths import Home
 
 ReasonOption = Annotated[str, typer.Option(help="The reason, for the audit log.")]
 
-keys = Commands(no_args_is_help=True, help="API keys: create, list, revoke.")
+commands = Commands("keys", help="API keys: create, list, revoke.")
 
 
-def add_to(app: Commands) -> None:
-    """Register the command group."""
-    app.add_typer(keys, name="keys")
-
-
-@keys.command("create")
+@commands.command("create")
 def create(
     name: Annotated[str, typer.Argument(help="The name of the key: whose it is, or what for.")],
     role: Annotated[
@@ -51,7 +46,7 @@ def create(
     print(secret)
 
 
-@keys.command("list")
+@commands.command("list")
 def list_keys() -> None:
     """List every key that was ever made, without its secret."""
     from cray_agents.runtime.gateway.http.api_keys import Keys
@@ -72,7 +67,7 @@ def list_keys() -> None:
     show(rows, columns, damaged=known.damaged())
 
 
-@keys.command("revoke", takes="")
+@commands.command("revoke", takes="")
 def revoke(
     key: Annotated[str, typer.Argument(help="The key's name or id, as `keys list` shows it.")],
     reason: ReasonOption = "",

@@ -37,6 +37,8 @@ from cray_agents.platform.client import Platform
 from cray_agents.promotion.figures import Estimate
 from cray_agents.server.platform_process import running
 
+commands = Commands()
+
 
 async def next_update(platform: Platform, loop: str) -> int:
     """Return the number of the next update: at least 1, since 0 is the model before training."""
@@ -48,12 +50,7 @@ async def next_update(platform: Platform, loop: str) -> int:
 LoopFile = Annotated[Path, typer.Argument(help="A Python file that defines `loop`.")]
 
 
-def add_to(app: Commands) -> None:
-    """Register the commands."""
-    app.command("loop", takes="json url")(loop)
-    app.command("eval", takes="json url")(evaluate)
-
-
+@commands.command("loop", takes="json url")
 def loop(
     file: LoopFile,
     iterations: Annotated[
@@ -167,6 +164,7 @@ def _until_interrupted(loop: Loop, iterations: int) -> Iterator[Iteration]:
 
 
 # ---- eval
+@commands.command("eval", takes="json url")
 def evaluate(
     file: Annotated[
         str,

@@ -35,17 +35,10 @@ KEEP = 2  # versions that were promoted before and whose weights stay
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
 
-maintain = Commands(
-    no_args_is_help=True, help="Care for stored data: fsck (check), compact, prune (delete)."
-)
+commands = Commands("maintain", help="Care for stored data: fsck (check), compact, prune (delete).")
 
 
-def add_to(app: Commands) -> None:
-    """Register the command group."""
-    app.add_typer(maintain, name="maintain")
-
-
-@maintain.command("fsck")
+@commands.command("fsck")
 def check(
     repair: Annotated[
         bool,
@@ -76,7 +69,7 @@ def check(
         raise typer.Exit(1)
 
 
-@maintain.command("compact")
+@commands.command("compact")
 def compact_segments(dry_run: DryRun = False) -> None:
     """Merge small segments, and give back the space of forgotten runs; readers need not stop."""
     from cray_agents.runtime.store import Store
@@ -108,7 +101,7 @@ def compact_segments(dry_run: DryRun = False) -> None:
         )
 
 
-@maintain.command("prune")
+@commands.command("prune")
 def prune(
     what: Annotated[
         str, typer.Argument(metavar="runs|models", help="What to delete: runs, or weights.")

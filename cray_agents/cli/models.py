@@ -44,9 +44,8 @@ if TYPE_CHECKING:
     from cray_agents.runtime.registry.registry import ModelEvent, Registry
 
 
-models = Commands(
-    no_args_is_help=True,
-    help="Model versions: list, show, promote, rollback, reject, merge, canary.",
+commands = Commands(
+    "models", help="Model versions: list, show, promote, rollback, reject, merge, canary."
 )
 
 Name = Annotated[str, typer.Argument(help="The name of a model.")]
@@ -56,12 +55,7 @@ Reason = Annotated[str, typer.Option("--reason", help="The reason; it is kept in
 Who = Annotated[str, typer.Option("--who", help="Who decides \\[default: the user of this shell].")]
 
 
-def add_to(app: Commands) -> None:
-    """Register the command group."""
-    app.add_typer(models, name="models")
-
-
-@models.command("list")
+@commands.command("list")
 def list_models() -> None:
     """List every version of every name; the promoted one is what the bare name means.
 
@@ -82,7 +76,7 @@ def list_models() -> None:
     show(rows, columns, damaged=names.damaged)
 
 
-@models.command("show")
+@commands.command("show")
 def show_model(name: NameOrVersion) -> None:
     """Show a version: its record, its files, the versions it is related to, and its name's history.
 
@@ -119,7 +113,7 @@ def show_model(name: NameOrVersion) -> None:
         print_table(rows, ["number", "when", "kind", "id", "who", "reason"])
 
 
-@models.command("promote", takes="")
+@commands.command("promote", takes="")
 def promote(
     version: Version,
     force: Annotated[
@@ -138,7 +132,7 @@ def promote(
     )
 
 
-@models.command("rollback", takes="")
+@commands.command("rollback", takes="")
 def rollback(
     name: Name,
     to: Annotated[
@@ -160,7 +154,7 @@ def rollback(
     decide(lambda p: p.rollback(name, to, who=by, reason=reason, force=force), roll_back)
 
 
-@models.command("reject", takes="")
+@commands.command("reject", takes="")
 def reject(version: Version, reason: Reason = "", who: Who = "") -> None:
     """Note in the history that a version was found not good enough."""
     name, number = parse_version(version)
@@ -171,7 +165,7 @@ def reject(version: Version, reason: Reason = "", who: Who = "") -> None:
     )
 
 
-@models.command("merge")
+@commands.command("merge")
 def merge(version: Version) -> None:
     """Write an adapter version and its base as one whole model; print the directory.
 
@@ -190,7 +184,7 @@ def merge(version: Version) -> None:
         say(str(directory))
 
 
-@models.command("canary", takes="")
+@commands.command("canary", takes="")
 def canary(
     version: NameOrVersion,
     share: Annotated[

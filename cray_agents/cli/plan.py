@@ -45,6 +45,9 @@ UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
 LENGTH = 4096  # default tokens of a sequence
 
 
+commands = Commands()
+
+
 def _under(heading: str, text: str, *names: str, **limits: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=heading, **limits)
 
@@ -52,11 +55,7 @@ def _under(heading: str, text: str, *names: str, **limits: Any) -> Any:
 _AMOUNT, _CLUSTER, _HOW = "How much (one of)", "Where", "How"
 
 
-def add_to(app: Commands) -> None:
-    """Register the command."""
-    app.command("plan")(plan)
-
-
+@commands.command("plan")
 def plan(
     model: Annotated[
         str,

@@ -45,13 +45,10 @@ TIER_COLUMNS = {
 }
 
 
-def add_to(app: Commands) -> None:
-    """Register the commands."""
-    app.command("up", takes="")(up)
-    app.command("down", takes="")(down)
-    app.command("status", takes="json url")(status)
+commands = Commands()
 
 
+@commands.command("up", takes="")
 def up(
     model: Annotated[
         Path | None,
@@ -160,6 +157,7 @@ def _only_name(home: Home, model: Path | None) -> str:
     return names[0] if len(names) == 1 else "default"
 
 
+@commands.command("down", takes="")
 def down(
     hand_over: Annotated[
         bool, typer.Option("--hand-over", help="Let a standby take over, without a pause.")
@@ -179,6 +177,7 @@ def down(
     say(f"ended the platform on {root.root} (pid {info['pid']})")
 
 
+@commands.command("status", takes="json url")
 def status(
     watch: Annotated[
         bool,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cray_agents.cli.options import Commands, given
-from cray_agents.cli.runs import RunId, chunks, runs
+from cray_agents.cli.options import given
+from cray_agents.cli.runs import RunId, chunks, commands
 from cray_agents.cli.screen import make_store, print_json, say, settings
 from cray_agents.cli.user_files import find_function
 from cray_agents.cli.where import WhereOption, parse_where
@@ -26,13 +26,8 @@ if TYPE_CHECKING:
 SHOWN_FAILURES = 3
 
 
-def add_to(app: Commands) -> None:
-    """Register the commands, in the group `runs`."""
-    # otherwise typer takes a negative value for an option
-    runs.command("reward", context_settings={"ignore_unknown_options": True})(reward)
-    runs.command("rescore")(rescore)
-
-
+# otherwise typer takes a negative value for an option
+@commands.command("reward", context_settings={"ignore_unknown_options": True})
 def reward(
     run_id: RunId,
     value: Annotated[float, typer.Argument(help="The reward: a number, which may be negative.")],
@@ -74,6 +69,7 @@ async def _give(config: "Config", run_id: str, feedback: "Feedback") -> "Reward"
         await store.close()
 
 
+@commands.command("rescore")
 def rescore(
     function: Annotated[
         str,

@@ -37,15 +37,10 @@ MOST_TURNS = 100_000  # of an outline
 TOGETHER = 64  # runs that are scored or scanned at once
 T = TypeVar("T")
 
-runs = Commands(no_args_is_help=True, help="Runs of agents: list, show, stats, reward, rescore.")
+commands = Commands("runs", help="Runs of agents: list, show, stats, reward, rescore.")
 
 
-def add_to(app: Commands) -> None:
-    """Register the command group."""
-    app.add_typer(runs, name="runs")
-
-
-@runs.command("list")
+@commands.command("list")
 def list_runs(
     terms: WhereOption = None,
     order: Annotated[
@@ -74,7 +69,7 @@ def list_runs(
         note(f"there are more: --after {matches[limit - 1].run_id}")
 
 
-@runs.command("show")
+@commands.command("show")
 def show_run(
     run_id: RunId,
     tokens: Annotated[
@@ -114,7 +109,7 @@ def _show_outline(run_id: str) -> None:
     show(rows, TURNS)
 
 
-@runs.command("stats")
+@commands.command("stats")
 def stats(
     by: Annotated[
         str,

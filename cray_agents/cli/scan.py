@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 SHOWN_FAILURES = 3
 
 
+commands = Commands()
+
+
 class BatchEngine(OpenAIEngine):
     """An engine whose requests yield to all others of the gateway."""
 
@@ -51,11 +54,7 @@ def _yielding(request: dict[str, Any]) -> dict[str, Any]:
     return {**request, "extra_headers": {**headers, "X-Priority": "batch"}}
 
 
-def add_to(app: Commands) -> None:
-    """Register the command."""
-    app.command("scan")(scan)
-
-
+@commands.command("scan")
 def scan(
     scanners: Annotated[
         list[str],

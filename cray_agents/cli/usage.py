@@ -49,21 +49,14 @@ Since = Annotated[
     typer.Option("--since", help="Count the last 30m, 12h or 7d alone \\[default: everything]."),
 ]
 
-usage = Commands(
-    no_args_is_help=True, help="What was used and what came of it: keys, cost, goodput."
-)
-
-
-def add_to(app: Commands) -> None:
-    """Register the command group."""
-    app.add_typer(usage, name="usage")
+commands = Commands("usage", help="What was used and what came of it: keys, cost, goodput.")
 
 
 def _begin(since: str | None) -> float:
     return 0.0 if since is None else time.time() - duration(since, "since")
 
 
-@usage.command("goodput")
+@commands.command("goodput")
 def goodput(
     since: Since = None,
     by: Annotated[str, typer.Option(help="The groups: kind, holder or node.")] = "kind",
@@ -78,7 +71,7 @@ def goodput(
     show(add_up(root(), _begin(since), by=groups[by]), GOODPUT)
 
 
-@usage.command("keys")
+@commands.command("keys")
 def keys(
     by: Annotated[str, typer.Option(help="The groups, with commas: key, model.")] = "key,model",
     every: Annotated[
@@ -110,7 +103,7 @@ def keys(
         note(f"and more groups: these {MOST_ROWS} are the largest")
 
 
-@usage.command("cost")
+@commands.command("cost")
 def cost(
     by: Annotated[
         str | None,

@@ -28,11 +28,10 @@ SILENT = 120.0  # seconds without an event after which a running job is said to 
 Answer = dict[str, Any]
 
 
-def add_to(app: Commands) -> None:
-    """Register the command."""
-    app.command("why")(why)
+commands = Commands()
 
 
+@commands.command("why")
 def why(
     name: Annotated[
         str,
