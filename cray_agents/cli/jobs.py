@@ -1,7 +1,7 @@
 """`jobs`: submit, list, show, follow and control training jobs of the shared root.
 
 Only `pause`, `resume` and `cancel` need the running platform; `submit` uses it, if there is one.
-Read next: submit.py, event_stream.py, job_page.py, job_hardware.py.
+Read next: submit.py, event_stream.py, job_page.py.
 """
 
 import json
@@ -83,7 +83,7 @@ def show_job(
     if script:
         print_script(settings(), name)
     elif hardware:
-        from cray_agents.cli.job_hardware import print_hardware, read_hardware
+        from cray_agents.cli.job_page import print_hardware, read_hardware
 
         hardware_facts = read_hardware(home, name, POINTS)
         print_json(hardware_facts) if given().json else print_hardware(hardware_facts)
