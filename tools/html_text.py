@@ -1,7 +1,7 @@
 """HTML text: extract the text of an HTML page, for a model.
 
 It uses lxml, whose parser takes linear time. The standard library's takes minutes for some pages of
-100 KB (CPython 3.11). Called by fetch.py and passages.py.
+100 KB (CPython 3.11). Called by fetch.py and documents.py.
 """
 
 import codecs

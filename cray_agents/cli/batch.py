@@ -11,8 +11,7 @@ import typer
 from rich.progress import MofNCompleteColumn
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.platform_access import found_platform
-from cray_agents.cli.screen import print_json, progress_bar, say, show, when
+from cray_agents.cli.screen import found_platform, print_json, progress_bar, say, show, when
 from cray_agents.errors import BadInput, EngineUnavailable, NotFound
 from cray_agents.exact_json import load_json
 from cray_agents.platform.client import Platform

@@ -14,8 +14,7 @@ from typing import Annotated
 import typer
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.platform_access import platform_client
-from cray_agents.cli.screen import note, root, settings
+from cray_agents.cli.screen import note, platform_client, root, settings
 from cray_agents.platform.client import Platform
 from cray_agents.processes import alive
 from cray_agents.server.platform_process import ask_once, client, running, serving

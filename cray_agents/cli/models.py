@@ -15,8 +15,8 @@ from rich.markup import escape
 from rich.tree import Tree
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.platform_access import ask_root
 from cray_agents.cli.screen import (
+    ask_root,
     console,
     note,
     print_json,

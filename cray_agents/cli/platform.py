@@ -12,8 +12,16 @@ from typing import Annotated, Any
 import typer
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.platform_access import platform_client
-from cray_agents.cli.screen import one_line, print_json, say, settings, show, size, when
+from cray_agents.cli.screen import (
+    one_line,
+    platform_client,
+    print_json,
+    say,
+    settings,
+    show,
+    size,
+    when,
+)
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home

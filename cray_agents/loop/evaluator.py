@@ -24,15 +24,17 @@ from cray_agents.loop.version_gate import VersionGate
 from cray_agents.loop.worker_runs import ENVIRONMENT_ERRORS
 from cray_agents.platform.client import Platform
 from cray_agents.promotion.figures import Pair
-from cray_agents.promotion.paired_evidence import PairedEvidence, entry_of, paired
 from cray_agents.promotion.sequential_test import (
     WHOLE,
     Decision,
     Gaps,
+    PairedEvidence,
     PromotionTest,
     decide,
     deciding_tasks,
+    entry_of,
     guard_tag,
+    paired,
     plan,
     probe_tasks,
 )

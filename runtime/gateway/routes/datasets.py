@@ -28,12 +28,8 @@ from cray_agents.runtime.gateway.http.fields import (
 from cray_agents.runtime.gateway.http.routing import Router
 from cray_agents.runtime.gateway.services import Current, vocabulary_of
 from cray_agents.runtime.registry.foreign_model import refuse_links_outside
-from cray_agents.runtime.views.dataset_differences import (
-    Change,
-    changed_runs,
-    dataset_differences,
-)
 from cray_agents.runtime.views.dataset_views import (
+    Change,
     ChangedRun,
     ConsideredRow,
     DatasetDifferences,
@@ -42,6 +38,8 @@ from cray_agents.runtime.views.dataset_views import (
     ListedDataset,
     SamplePage,
     add_texts,
+    changed_runs,
+    dataset_differences,
     dataset_histograms,
     sample_page,
 )

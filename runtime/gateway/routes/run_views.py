@@ -1,7 +1,7 @@
 """Views of runs: outline, windows of turns, tokens with their text, scores, differences, counts.
 
 A run is read in parts, so that one of thousands of turns opens at once. Statistics come from the
-index alone. Read next: runtime/views/run_pages.py, token_text.py, run_differences.py.
+index alone. Read next: runtime/views/run_pages.py, token_text.py, run_pages.py.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from cray_agents.runtime.gateway.model_calls.answer import collect_answer
 from cray_agents.runtime.gateway.routes.trajectories import WhichRuns
 from cray_agents.runtime.gateway.services import Current, vocabulary_of
 from cray_agents.runtime.pool.vllm_http import well_formed
-from cray_agents.runtime.views.run_differences import differences, turn_pairs
+from cray_agents.runtime.views.run_pages import differences, turn_pairs
 from cray_agents.runtime.views.token_text import parse_score, score_request
 from cray_agents.runtime.views.view_records import (
     RunDifferences,
