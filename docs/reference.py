@@ -266,7 +266,7 @@ def settings() -> Iterator[str]:
     sections = {"Keys": Config, "[job]": JobSettings, "[job.container]": JobContainer}
     for title, section in {**sections, "[prices]": PriceSettings}.items():
         yield f"\n## {title}\n\n| key | type | default | meaning |\n|---|---|---|---|"
-        hints = get_type_hints(section)
+        hints = typing.get_type_hints(section)
         for name, field in section.model_fields.items():
             default = "" if field.is_required() else default_of(field)
             default = str(field.default) if name == "home" else default

@@ -24,7 +24,8 @@ from cray_agents.runtime.exports.formats.catalog import FORMATS
 from cray_agents.server.permissions import make_private
 
 if TYPE_CHECKING:
-    from cray_agents.runtime.exports.exporter import ExportProgress, OnProgress, Summary
+    from cray_agents.runtime.exports.export_files import ExportProgress, OnProgress
+    from cray_agents.runtime.exports.exporter import Summary
 
 SAY_EVERY = 10.0  # seconds between lines of progress where there is no terminal
 
@@ -98,6 +99,8 @@ def export(
 ) -> None:
     """See HELP."""
     from cray_agents.runtime.exports import exporter
+    from cray_agents.runtime.exports.export_files import SHARD_SIZE
+    from cray_agents.runtime.exports.losses import LossRules
 
     chosen = exporter.format_named(form)
     config = settings()
@@ -120,7 +123,7 @@ def export(
         if runs and terms:
             raise BadInput("--where does not go with the names of runs", param="where")
         source = exporter.open_runs(root, chosen_runs, skip_missing, runs or ())
-    rules = exporter.LossRules(strict, frozenset(allow or ()), skip_unsupported)
+    rules = LossRules(strict, frozenset(allow or ()), skip_unsupported)
     with _show_progress(quiet) as on_progress:
         if output is None:
             summary = _to_stdout(source, chosen, rules, on_progress)
@@ -131,7 +134,7 @@ def export(
                     chosen,
                     output,
                     rules=rules,
-                    shard_size=shard_size or exporter.SHARD_SIZE,
+                    shard_size=shard_size or SHARD_SIZE,
                     on_progress=on_progress,
                 )
             except OSError as error:  # it names a draft
@@ -149,15 +152,16 @@ def export(
 def _to_stdout(source: Any, form: Any, rules: Any, on_progress: Any) -> "Summary":
     """Stream lines to stdout; the reader may stop early, as `head` does."""
     from cray_agents.runtime.exports import exporter
+    from cray_agents.runtime.exports.losses import ExportCounts, describe_losses
 
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    counts, written = exporter.ExportCounts(rules), 0
+    counts, written = ExportCounts(rules), 0
     for data in exporter.stream(source, form, counts, on_progress):
         sys.stdout.buffer.write(data)
         written += len(data)
     sys.stdout.buffer.flush()
-    losses = exporter.describe_losses(counts.losses)
+    losses = describe_losses(counts.losses)
     summary: Summary = exporter.Summary(counts.records, counts.runs, 1, written, losses)
     return summary
 

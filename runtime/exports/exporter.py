@@ -19,7 +19,6 @@ from cray_agents.runtime.datasets import read_dataset, shards
 from cray_agents.runtime.datasets.reader import SplitName
 from cray_agents.runtime.exports.export_files import (
     SHARD_SIZE,
-    ExportProgress,
     OnProgress,
     TableFormat,
     draft_of,
@@ -39,23 +38,6 @@ from cray_agents.runtime.exports.losses import (
 )
 from cray_agents.runtime.exports.sources import DatasetRuns, ExportSource, StoredRuns
 from cray_agents.runtime.store import Store
-
-__all__ = [
-    "SHARD_SIZE",
-    "ExportCounts",
-    "ExportProgress",
-    "Format",
-    "LossRules",
-    "OnProgress",
-    "Summary",
-    "describe_losses",
-    "export",
-    "format_named",
-    "has_validation",
-    "open_dataset",
-    "open_runs",
-    "stream",
-]
 
 Format = LineFormat | TableFormat
 
@@ -182,7 +164,10 @@ def _check_folder(form: TableFormat, target: Path) -> None:
 
 
 def stream(
-    source: ExportSource, form: Format, counts: ExportCounts, on_progress: OnProgress
+    source: ExportSource,
+    form: Format,
+    counts: ExportCounts,
+    on_progress: OnProgress = lambda progress: None,
 ) -> Iterator[bytes]:
     """Return the lines of an export as blocks, counted in `counts` as they are read.
 
