@@ -20,8 +20,7 @@ from pydantic import BaseModel
 
 from cray_agents.cli import app
 from cray_agents.config.job_section import JobContainer, JobSettings
-from cray_agents.config.price_section import PriceSettings
-from cray_agents.config.settings import Config
+from cray_agents.config.settings import Config, PriceSettings
 from cray_agents.runtime.gateway.app import routes
 from cray_agents.runtime.gateway.http.routing import IN_RUN, TAGS, document
 

@@ -27,7 +27,7 @@ from cray_agents.errors import BadInput, EngineError, SetupError, StoreError, To
 from cray_agents.paths import host_cache
 from cray_agents.records import digest
 from cray_agents.tools import safe_paths
-from cray_agents.tools.html_text import check_installed, html_text
+from cray_agents.tools.fetch import check_installed, html_text
 
 if TYPE_CHECKING:
     import numpy as np

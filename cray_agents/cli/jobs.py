@@ -1,7 +1,7 @@
 """`jobs`: submit, list, show, follow and control training jobs of the shared root.
 
 Only `pause`, `resume` and `cancel` need the running platform; `submit` uses it, if there is one.
-Read next: submit.py, event_stream.py, job_page.py.
+Read next: submit.py, job_targets.py, job_page.py.
 """
 
 import json
@@ -137,8 +137,8 @@ def job_logs(
 
     With --json the events alone, one a line.
     """
-    from cray_agents.cli.event_stream import has_ended, stream_job
     from cray_agents.cli.job_page import sentence
+    from cray_agents.cli.job_targets import has_ended, stream_job
     from cray_agents.trainers.job.journal import JobJournal
 
     home = root()

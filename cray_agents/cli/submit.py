@@ -123,7 +123,7 @@ def submit(
 
 def _train_unless_ended(config: Config, spec: JobSpec, *, detach: bool) -> JobStatus:
     """Train the job and return its status; an ended job is trained again only if `should_retry`."""
-    from cray_agents.cli.event_stream import has_ended
+    from cray_agents.cli.job_targets import has_ended
     from cray_agents.trainers.job.journal import JobJournal
 
     journal = JobJournal(config.root, spec.id)

@@ -14,6 +14,7 @@ from cray_agents.errors import BadInput, HookError
 from cray_agents.iteration import Iteration, decisions_in
 from cray_agents.loop.phase_timer import PhaseTimer
 from cray_agents.loop.rollouts import (
+    ENVIRONMENT_ERRORS,
     RolloutRequest,
     Rollouts,
     attempts_at,
@@ -21,7 +22,6 @@ from cray_agents.loop.rollouts import (
     success,
 )
 from cray_agents.loop.version_gate import VersionGate
-from cray_agents.loop.worker_runs import ENVIRONMENT_ERRORS
 from cray_agents.platform.client import Platform
 from cray_agents.promotion.figures import Pair
 from cray_agents.promotion.sequential_test import (

@@ -20,8 +20,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from cray_agents.agent.agent import Agent
+from cray_agents.agent.description import handoff_tool
 from cray_agents.agent.environment import WorkerEnvironment
-from cray_agents.agent.handoffs import handoff_tool
 from cray_agents.agent.tool import Tool
 from cray_agents.errors import BadInput
 from cray_agents.loop.methods import Method
