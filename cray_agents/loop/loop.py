@@ -86,7 +86,7 @@ class Loop:
         changed: `accept` goes on although the settings differ from those at the loop's start.
         on_progress: called with each LoopProgress.
 
-    Raises BadInput for settings that cannot be, and for earlier names of settings.
+    Raises BadInput for settings that cannot be, and for unknown ones.
     """
 
     agent: Agent
@@ -106,7 +106,7 @@ class Loop:
     on_progress: Callable[[LoopProgress], None] = lambda progress: None
 
     def __new__(cls, *args: Any, **given: Any) -> "Loop":
-        """Refuse earlier keywords by name, with their new place."""
+        """Refuse unknown keywords by name."""
         check_keywords(list(given), [each.name for each in fields(cls)])
         return object.__new__(cls)
 
