@@ -20,13 +20,7 @@ import typer
 
 from cray_agents.agent.agent import Agent
 from cray_agents.agent.sessions import FileSession, MemorySession, Session
-from cray_agents.cli.conversation_view import (
-    TerminalChat,
-    answer,
-    as_text,
-    has_answer,
-    report,
-)
+from cray_agents.cli.conversation_view import TerminalChat, answer, as_text, has_answer, report
 from cray_agents.cli.options import Commands, given, key_value
 from cray_agents.cli.screen import disarm, note, print_json, settings
 from cray_agents.cli.user_files import load

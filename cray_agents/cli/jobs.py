@@ -11,29 +11,13 @@ from typing import Annotated, Any
 import typer
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.screen import (
-    line,
-    note,
-    print_json,
-    root,
-    say,
-    settings,
-    show,
-    when,
-)
+from cray_agents.cli.screen import line, note, print_json, root, say, settings, show, when
 from cray_agents.cli.submit import submit
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, JobError, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
-from cray_agents.server.platform_process import (
-    ask_once,
-    client,
-    command,
-    owner,
-    running,
-    submitter,
-)
+from cray_agents.server.platform_process import ask_once, client, command, owner, running, submitter
 from cray_agents.training_jobs import JobStatus
 
 COLUMNS = ["id", "scheduler_job_id", "method", "state", "done", "loss_last", "when"]

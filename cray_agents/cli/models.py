@@ -31,14 +31,7 @@ from cray_agents.errors import BadInput, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
 from cray_agents.records import ModelVersion
-from cray_agents.server.platform_process import (
-    ask_once,
-    client,
-    command,
-    fetch,
-    owner,
-    running,
-)
+from cray_agents.server.platform_process import ask_once, client, command, fetch, owner, running
 
 if TYPE_CHECKING:
     from cray_agents.runtime.registry.registry import ModelEvent, Registry

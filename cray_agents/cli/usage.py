@@ -10,16 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.screen import (
-    note,
-    open_store,
-    print_json,
-    root,
-    say,
-    settings,
-    show,
-    when,
-)
+from cray_agents.cli.screen import note, open_store, print_json, root, say, settings, show, when
 from cray_agents.cli.where import duration
 from cray_agents.errors import BadInput
 

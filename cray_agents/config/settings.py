@@ -20,12 +20,7 @@ from pydantic import (
     field_validator,
 )
 
-from cray_agents.config.job_section import (
-    JobContainer,
-    JobSettings,
-    check_slurm_options,
-    matching,
-)
+from cray_agents.config.job_section import JobContainer, JobSettings, check_slurm_options, matching
 from cray_agents.errors import ConfigError
 from cray_agents.paths import Home
 

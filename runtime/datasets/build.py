@@ -33,11 +33,7 @@ from cray_agents.runtime.datasets.considered_runs import (
     ConsideredRun,
     LineWriter,
 )
-from cray_agents.runtime.datasets.decontamination import (
-    BlockedTexts,
-    Match,
-    inputs_of_messages,
-)
+from cray_agents.runtime.datasets.decontamination import BlockedTexts, Match, inputs_of_messages
 from cray_agents.runtime.datasets.demonstrations import Renderer, renderer_of
 from cray_agents.runtime.datasets.methods import settle_groups
 from cray_agents.runtime.datasets.near_duplicates import KeptSamples, Repeat

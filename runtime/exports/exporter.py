@@ -30,12 +30,7 @@ from cray_agents.runtime.exports.export_files import (
 )
 from cray_agents.runtime.exports.export_format import LineFormat
 from cray_agents.runtime.exports.formats.catalog import FORMATS
-from cray_agents.runtime.exports.losses import (
-    ExportCounts,
-    ExportLoss,
-    LossRules,
-    describe_losses,
-)
+from cray_agents.runtime.exports.losses import ExportCounts, ExportLoss, LossRules, describe_losses
 from cray_agents.runtime.exports.sources import DatasetRuns, ExportSource, StoredRuns
 from cray_agents.runtime.store import Store
 

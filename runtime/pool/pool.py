@@ -21,12 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from cray_agents.errors import (
-    CrayError,
-    Displaces,
-    NotLoaded,
-    PoolBusy,
-)
+from cray_agents.errors import CrayError, Displaces, NotLoaded, PoolBusy
 from cray_agents.ports import EngineCall
 from cray_agents.records import ProbePrompt, ProbeReport
 from cray_agents.runtime.background import BackgroundTasks
@@ -37,11 +32,7 @@ from cray_agents.runtime.pool.published_replicas import PublishedReplica, Servin
 from cray_agents.runtime.pool.received_weights import ReceivedWeights
 from cray_agents.runtime.pool.replica import Replica
 from cray_agents.runtime.pool.request_router import PoolNotifier, RequestRouter, Wanted
-from cray_agents.runtime.pool.rolling_swap import (
-    find_free_slots,
-    rolling_swap,
-    stage_on_one_slot,
-)
+from cray_agents.runtime.pool.rolling_swap import find_free_slots, rolling_swap, stage_on_one_slot
 from cray_agents.runtime.pool.upkeep import GpuSleep, Upkeep
 from cray_agents.runtime.pool.vllm_engine import ReplicaServer
 

@@ -20,13 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cray_agents.errors import (
-    CrayError,
-    EngineError,
-    EngineUnavailable,
-    NotFound,
-    SchedulerError,
-)
+from cray_agents.errors import CrayError, EngineError, EngineUnavailable, NotFound, SchedulerError
 from cray_agents.ports import Command, CommandStatus, Scheduler
 from cray_agents.processes import python
 from cray_agents.runtime.background import BackgroundTasks

@@ -35,15 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from cray_agents.errors import (
-    FULL,
-    BadInput,
-    Corrupt,
-    CrayError,
-    JobError,
-    SetupError,
-    StoreError,
-)
+from cray_agents.errors import FULL, BadInput, Corrupt, CrayError, JobError, SetupError, StoreError
 from cray_agents.paths import Home
 from cray_agents.processes import importing_much, python
 from cray_agents.records import Record

@@ -26,11 +26,7 @@ from cray_agents.errors import Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Record, canonical, digest
 from cray_agents.runtime.disk import checksums, durable
-from cray_agents.trainers.job.journal import (
-    claim_attempt,
-    count_attempts,
-    numbered,
-)
+from cray_agents.trainers.job.journal import claim_attempt, count_attempts, numbered
 from cray_agents.training_jobs import Layout
 
 SESSION_FORMAT = 1  # of a session's folder

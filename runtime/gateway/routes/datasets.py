@@ -17,14 +17,7 @@ from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import may_name
 from cray_agents.runtime.gateway.http.bodies import answer_read, json_response, page
-from cray_agents.runtime.gateway.http.fields import (
-    After,
-    Count,
-    DatasetId,
-    Limit,
-    ListPage,
-    named,
-)
+from cray_agents.runtime.gateway.http.fields import After, Count, DatasetId, Limit, ListPage, named
 from cray_agents.runtime.gateway.http.routing import Router
 from cray_agents.runtime.gateway.services import Current, vocabulary_of
 from cray_agents.runtime.registry.foreign_model import refuse_links_outside

@@ -22,13 +22,7 @@ from cray_agents.records import Record
 from cray_agents.runtime.disk import checksums, paging
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of, may_name
-from cray_agents.runtime.gateway.http.bodies import (
-    answer_read,
-    field,
-    json_response,
-    page,
-    parse,
-)
+from cray_agents.runtime.gateway.http.bodies import answer_read, field, json_response, page, parse
 from cray_agents.runtime.gateway.http.error_envelope import without_paths
 from cray_agents.runtime.gateway.http.fields import (
     ID,

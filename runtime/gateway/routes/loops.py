@@ -21,12 +21,7 @@ from cray_agents.records import Record, Reward, StrictRecord
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
-from cray_agents.runtime.gateway.http.bodies import (
-    answer_read,
-    damage_told,
-    json_response,
-    page,
-)
+from cray_agents.runtime.gateway.http.bodies import answer_read, damage_told, json_response, page
 from cray_agents.runtime.gateway.http.fields import (
     ID,
     After,
@@ -51,11 +46,7 @@ from cray_agents.runtime.gateway.services import Current
 from cray_agents.runtime.store.feedback import check_rewards
 from cray_agents.runtime.store.loop_records import LoopRecords
 from cray_agents.runtime.telemetry.timeline import MOST_RUNS, iteration_timeline
-from cray_agents.runtime.views.iteration_evidence import (
-    iteration_detail,
-    loops_page,
-    pairs_page,
-)
+from cray_agents.runtime.views.iteration_evidence import iteration_detail, loops_page, pairs_page
 from cray_agents.runtime.views.job_hardware import job_events
 from cray_agents.runtime.views.view_records import (
     IterationDetail,

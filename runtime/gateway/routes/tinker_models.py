@@ -55,13 +55,7 @@ from cray_agents.runtime.gateway.tinker.training_runs import (
     name_of_sampler,
     session_of,
 )
-from cray_agents.training_commands import (
-    CommandResult,
-    OptimStep,
-    Publish,
-    Save,
-    TrainingCommand,
-)
+from cray_agents.training_commands import CommandResult, OptimStep, Publish, Save, TrainingCommand
 
 HOLD = 20  # seconds that a question for a result is held; the client waits for 45
 RANKS = "commands"  # the session of the Python client, too: all take turns on its ranks
