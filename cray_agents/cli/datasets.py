@@ -43,26 +43,21 @@ COLUMNS = ["id", "method", "samples", "trained_tokens", "accepted_runs", "consid
 LINES = ["run", "task", "iteration", "attempt", "reward", "accepted", "reason", "detail"]
 EXAMPLES = 3  # runs that a dry run shows for each reason
 
-DatasetId = Annotated[str, typer.Argument(help="The dataset's id, as `dataset list` shows it.")]
-RecipeOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--recipe",
-        exists=True,
-        dir_okay=False,
-        help="A DatasetRecipe as .toml or .json; the options here override its fields.",
-    ),
-]
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Say what would be in and out, and why; write nothing.")
-]
 
 commands = Commands("dataset", help="Training sets: build, list, show.")
 
 
 @commands.command("build")
 def build(
-    recipe: RecipeOption = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(
+            "--recipe",
+            exists=True,
+            dir_okay=False,
+            help="A DatasetRecipe as .toml or .json; the options here override its fields.",
+        ),
+    ] = None,
     terms: WhereOption = None,
     setting: Annotated[
         list[str] | None,
@@ -88,7 +83,10 @@ def build(
         str | None,
         typer.Option(help="The checkpoint's directory or id, or name@N, to render with."),
     ] = None,
-    dry_run: DryRunOption = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Say what would be in and out, and why; write nothing."),
+    ] = False,
 ) -> None:
     """Build a training set, or find it: the same recipe over the same runs is the same set.
 
@@ -145,7 +143,11 @@ def list_all(
 
 
 @commands.command("show")
-def show_one(dataset_id: DatasetId) -> None:
+def show_one(
+    dataset_id: Annotated[
+        str, typer.Argument(help="The dataset's id, as `dataset list` shows it.")
+    ],
+) -> None:
     """Show one training set: counts, why runs are not in it, where its card lies."""
     from cray_agents.runtime.datasets import read_dataset
     from cray_agents.runtime.datasets.reader import CARD

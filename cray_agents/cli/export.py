@@ -37,15 +37,6 @@ What a format leaves out is told at the end.
 Formats:
 """ + "\n".join(f"{each.name:<22} {each.title}" for each in FORMATS.values())
 
-RunsArgument = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[RUN]...",
-        help="The ids of the runs to export \\[default: all that match].",
-        show_default=False,
-    ),
-]
-FormatOption = Annotated[str, typer.Option("--format", "-f", help="One of those above.")]
 OutputOption = Annotated[
     Path | None,
     typer.Option(
@@ -55,28 +46,6 @@ OutputOption = Annotated[
         "Without it lines go to stdout.",
     ),
 ]
-DatasetOption = Annotated[
-    str | None, typer.Option("--dataset", help="Export this dataset, not runs.")
-]
-SplitOption = Annotated[
-    str | None,
-    typer.Option("--split", help="With --dataset: its split, train or validation [train]."),
-]
-StrictOption = Annotated[bool, typer.Option("--strict", help="Take a loss for an error.")]
-AllowOption = Annotated[
-    list[str] | None,
-    typer.Option("--allow", help="With --strict: allow the loss of this code; repeatable."),
-]
-SkipMissingOption = Annotated[
-    bool, typer.Option("--skip-missing", help="Leave out runs that were pruned or are damaged.")
-]
-SkipUnsupportedOption = Annotated[
-    bool, typer.Option("--skip-unsupported", help="Leave out runs that the format cannot carry.")
-]
-ShardOption = Annotated[
-    int | None, typer.Option("--shard-size", min=1, help="The rows of a Parquet shard [10000].")
-]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors.")]
 
 
 commands = Commands()
@@ -84,18 +53,40 @@ commands = Commands()
 
 @commands.command("export", help=HELP)
 def export(
-    runs: RunsArgument = None,
-    form: FormatOption = "jsonl",
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN]...",
+            help="The ids of the runs to export \\[default: all that match].",
+            show_default=False,
+        ),
+    ] = None,
+    form: Annotated[str, typer.Option("--format", "-f", help="One of those above.")] = "jsonl",
     output: OutputOption = None,
-    dataset: DatasetOption = None,
-    split: SplitOption = None,
+    dataset: Annotated[
+        str | None, typer.Option("--dataset", help="Export this dataset, not runs.")
+    ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option("--split", help="With --dataset: its split, train or validation [train]."),
+    ] = None,
     terms: WhereOption = None,
-    strict: StrictOption = False,
-    allow: AllowOption = None,
-    skip_missing: SkipMissingOption = False,
-    skip_unsupported: SkipUnsupportedOption = False,
-    shard_size: ShardOption = None,
-    quiet: QuietOption = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Take a loss for an error.")] = False,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option("--allow", help="With --strict: allow the loss of this code; repeatable."),
+    ] = None,
+    skip_missing: Annotated[
+        bool, typer.Option("--skip-missing", help="Leave out runs that were pruned or are damaged.")
+    ] = False,
+    skip_unsupported: Annotated[
+        bool,
+        typer.Option("--skip-unsupported", help="Leave out runs that the format cannot carry."),
+    ] = False,
+    shard_size: Annotated[
+        int | None, typer.Option("--shard-size", min=1, help="The rows of a Parquet shard [10000].")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors.")] = False,
 ) -> None:
     """See HELP."""
     from cray_agents.runtime.exports import exporter

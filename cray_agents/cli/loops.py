@@ -47,12 +47,9 @@ async def next_update(platform: Platform, loop: str) -> int:
     return max(1, len(recorded))
 
 
-LoopFile = Annotated[Path, typer.Argument(help="A Python file that defines `loop`.")]
-
-
 @commands.command("loop", takes="json url")
 def loop(
-    file: LoopFile,
+    file: Annotated[Path, typer.Argument(help="A Python file that defines `loop`.")],
     iterations: Annotated[
         int | None,
         typer.Option(
