@@ -5,7 +5,7 @@
 Passages of text and HTML files are ranked by the words that they share with a query: BM25 in
 Lucene's variant (Robertson & Zaragoza 2009), by the bm25s library. Words are not stemmed, so that
 any language works. With a model's embeddings passages are also ranked by meaning, the cosines of
-their vectors, and the two rankings are fused. Read next: documents.py.
+their vectors, and the two rankings are fused.
 """
 
 import fnmatch
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     Vectors = NDArray[np.float32]
 
 # ---- passages: documents cut at blank lines, or by size, and the vectors of their texts on disk
+# $CRAY_AGENTS_CACHE or /var/tmp
+#   cray-agents-<uid>/documents/<digest of folder and patterns>-<FORMAT>.sqlite
+# A deleted file is made anew. Several processes may use it.
 SIZE = 1500  # characters in a passage, about 350 tokens
 HTML = (".html", ".htm", ".xhtml")
 FORMAT = 1  # of the file of vectors

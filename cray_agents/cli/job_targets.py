@@ -267,6 +267,9 @@ def _detach(status: JobStatus) -> JobStatus:
 
 
 # ---- Event stream of a training job: its new events and log lines, for `jobs logs`
+# Only files of the shared root are read, so any host can follow a job, with or without a platform.
+# A restart replaces events.jsonl (JobJournal.rewind) and empties the logs of ranks. The readers
+# notice both.
 
 
 class NewEvents:

@@ -116,6 +116,9 @@ class LoopComponents:
 
 
 # ---- Canary as the judge: a loop on live traffic without held-out tasks lets live sessions decide
+# A candidate is proven, and answers a share of the live sessions. The platform's canary watches
+# both sides. It rolls a worse candidate back, and promotes one that is no worse after so many
+# sessions. After a kill, the outcome is read from the name's history.
 ENDS = ("canary_ended", "promoted")
 
 

@@ -520,6 +520,8 @@ def shuffled(rewards: Sequence[tuple[str, float]], seed: str) -> dict[str, float
 
 
 # ---- Worker runs: runs of a WorkerEnvironment, asked for over HTTP and waited for
+# The worker's outcome is on record when the platform says that the run is done; see
+# runtime/gateway/rollout_queue.py.
 SECONDS = 600.0  # that a run may take, if the agent has no timeout
 WAIT = 20  # seconds of a request
 PATIENCE = 60.0  # seconds for which a platform that restarts is waited for

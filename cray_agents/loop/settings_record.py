@@ -240,6 +240,9 @@ def _short(value: Any) -> str:
 
 
 # ---- Record of a loop's code: hashes of what its rewards, tools and hooks do
+# What counts is a function's syntax tree, not its comments; the functions of its module that it
+# calls, and those that it closes over; its defaults, and the arguments in a functools.partial or a
+# frozen dataclass. No other values count, as a run may change them, nor this package's own code.
 def code_of(agent: Agent) -> dict[str, str]:
     """Return hashes of an agent's functions, by what they are."""
     named: dict[str, Any] = {"instructions": agent.instructions, "environment": agent.environment}

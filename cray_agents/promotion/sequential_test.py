@@ -341,6 +341,9 @@ def _mean(values: Sequence[float]) -> float:
 
 
 # ---- Paired evidence: the pairs behind a decision, as a loop notes them in its journal
+# A note has the rewards and the runs of each pair in the order of their evaluation. The wealth
+# after each pair follows from it. Written by loop/evaluator.py, once per decision; read by
+# runtime/views/iteration_evidence.py. Hidden probes are not noted: they are never reported.
 MOST_PAIRS = 100_000  # noted: a body has its limit
 
 

@@ -404,6 +404,9 @@ class BuildPass:
 
 
 # ---- Dataset card: write README.md for people, the Hugging Face hub and `datasets`
+# Its front matter names the shards of each split, so `datasets.load_dataset(directory)` loads the
+# directory without changes. The card depends on its arguments only, so a dataset has the same card
+# on every machine.
 LONG = (*DEMONSTRATIONS, "tools", "rewards")
 SPECIAL = re.compile(r"[\\`*_\[\]#~$]")  # characters with a meaning in Markdown
 METHODS = {

@@ -31,6 +31,10 @@ MAX_PROBLEMS = 20  # bad lines after which reading stops
 GROUP = 512  # events appended at once; a run's are not split, so it may be a few more
 
 # ---- OpenAI's fine-tuning files: read chats and preferences, checked as fine-tuning checks them
+# A chat is {"messages", "tools"?, "parallel_tool_calls"?}; other fields of a line become its task's
+# metadata. A preference is {"input": {"messages", "tools"?}, "preferred_output",
+# "non_preferred_output"}: two runs on one task, with the rewards 1 and 0. Only their outputs are
+# trained on.
 _CHAT = ("messages", "tools", "parallel_tool_calls")
 _SIDES = {"preferred_output": 1.0, "non_preferred_output": 0.0}  # side: reward
 

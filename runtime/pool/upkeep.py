@@ -23,6 +23,8 @@ from cray_agents.runtime.pool.vllm_engine import timed
 
 
 # ---- GPU sleep: free a replica's GPU while others use it, and serve afterwards, once proven
+# `fall_asleep` and `wake_up` are the sleep of a turn (cray_agents/server/gpu_turns.py), after which
+# the former version serves again.
 class GpuSleep:
     """The sleep of one replica, whose `sleep_level` it sets."""
 

@@ -436,6 +436,9 @@ def _unknown(model: str, hint: str) -> NotFound:
 
 
 # ---- Models that are no Hugging Face directory yet: a GGUF file, or `owner/name` of a hub
+# A GGUF file is dequantized once, into a checkpoint of this root that is named by the file's
+# content; the next start finds it there. A hub's model comes into the hub library's own cache,
+# HF_HOME, and with HF_HUB_OFFLINE it must be there already.
 log = logging.getLogger(__name__)
 FORM = 1  # of what a conversion writes
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")

@@ -148,6 +148,10 @@ def key_label(key: str) -> str:
 
 
 # ---- Replica metrics: each replica's state, and its vLLM's own metrics, for Prometheus
+# Replicas answer only with the platform's secret, so Prometheus cannot scrape them: the gateway
+# does. Each sample gets the labels `replica`, `host` and `version`. A label of that name that vLLM
+# gave is renamed `exported_...`, as Prometheus itself does. `cray_engine_up` tells which replicas
+# answered. `_created` samples are left out.
 BY = ["replica", "host"]
 
 

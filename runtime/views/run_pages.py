@@ -343,6 +343,8 @@ def _tool_name(tool: Body) -> str:
 
 
 # ---- Differences of two runs: their headers, messages, turns, rewards and tokens
+# Messages are aligned as a whole first, so that equal messages match at any position. Messages that
+# take each other's place are compared line by line.
 _IN_MESSAGES = {"input", "output"}  # header fields that the messages repeat
 Json = dict[str, Any]
 
