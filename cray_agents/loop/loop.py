@@ -34,8 +34,7 @@ from cray_agents.loop.dataset_recipes import (
     recipe_of,
     units_in,
 )
-from cray_agents.loop.evaluator import version_named
-from cray_agents.loop.holdout_journal import hold_out
+from cray_agents.loop.evaluator import hold_out, version_named
 from cray_agents.loop.live.schedule import Live
 from cray_agents.loop.methods import RFT, Distill, Method, Scheduled, ended, scheduled, scheduled_at
 from cray_agents.loop.phase_timer import PhaseTimer
