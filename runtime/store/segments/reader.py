@@ -171,8 +171,6 @@ BLOCK = 2**20  # bytes of an open segment read at a time
 LISTINGS = 8  # tries to list a changing directory twice alike
 BAD_LINE = "a line is not what its checksum says"
 
-__all__ = ["BAD_LINE", "Damage", "Moved", "Segment", "SegmentLine", "Segments"]
-
 
 class Segment(NamedTuple):
     """A segment in use. `size` is the bytes of its file, for an open one so far."""
