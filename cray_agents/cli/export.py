@@ -20,7 +20,7 @@ from cray_agents.cli.options import Commands, given
 from cray_agents.cli.screen import check_stored, errors, note, progress_bar, settings, size
 from cray_agents.cli.where import WhereOption, parse_where
 from cray_agents.errors import BadInput
-from cray_agents.runtime.exports.formats.catalog import FORMATS
+from cray_agents.runtime.exports.exporter import FORMATS
 from cray_agents.server.permissions import make_private
 
 if TYPE_CHECKING:

@@ -76,14 +76,8 @@ class Views:
 
     async def loops(self) -> AsyncIterator[Json]:
         """Yield the loops, newest change first, with last iteration and held-out success."""
-        query: Json = {"limit": 100}
-        while True:
-            answer = await self._http.get("/loops", query)
-            for row in answer["data"]:
-                yield row
-            if not answer["has_more"]:
-                return
-            query["after"] = answer["last_id"]
+        async for row in self._rows("/loops", {"limit": 100}):
+            yield row
 
     async def changes(self, after: str | None = None) -> AsyncIterator[Json]:
         """Yield what changes on the platform: kind, id, change, and the `cursor` to go on after.
@@ -198,17 +192,19 @@ class Platform:
         stop_reason, min_reward, max_reward, error, since, until, text, and tag, which may be a list
         (runs with all of them); and order.
         """
-        async for item in self._list_runs({**filters, "limit": page}):
+        async for item in self._rows("/trajectories", {**filters, "limit": page}):
             yield Run.model_validate(item)
 
     async def summaries(self, **filters: Any) -> AsyncIterator[dict[str, Any]]:
         """Yield the index rows of stored runs, with their token counts; `filters` as of `runs`."""
-        async for row in self._list_runs({**filters, "view": "summary", "limit": 1000}):
+        query = {**filters, "view": "summary", "limit": 1000}
+        async for row in self._rows("/trajectories", query):
             yield row
 
-    async def _list_runs(self, query: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def _rows(self, path: str, query: Json) -> AsyncIterator[Json]:
+        """Yield the rows of all pages of a list."""
         while True:
-            answer = await self._http.get("/trajectories", query)
+            answer = await self._http.get(path, query)
             for row in answer["data"]:
                 yield row
             if not answer["has_more"]:

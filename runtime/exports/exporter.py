@@ -2,8 +2,8 @@
 
 `export` writes a draft and renames it, so a killed one leaves no half file under the target's name;
 started again, it begins anew. `stream` yields lines for a client. Called by the command line and
-export_process.py. Read next: sources.py for the items, export_files.py for the writing,
-formats/catalog.py for the formats.
+export_process.py. FORMATS has the formats by name. Read next: sources.py for the items,
+export_files.py for the writing.
 """
 
 import difflib
@@ -29,12 +29,38 @@ from cray_agents.runtime.exports.export_files import (
     writer_of,
 )
 from cray_agents.runtime.exports.export_format import LineFormat
-from cray_agents.runtime.exports.formats.catalog import FORMATS
+from cray_agents.runtime.exports.formats.atif import ATIF
+from cray_agents.runtime.exports.formats.fine_tuning_lines import (
+    OPENAI,
+    OPENAI_PREFERENCE,
+    TRL,
+    TRL_PREFERENCE,
+    TRL_PROMPT_COMPLETION,
+)
+from cray_agents.runtime.exports.formats.html import HTML
+from cray_agents.runtime.exports.formats.huggingface import HUGGINGFACE
+from cray_agents.runtime.exports.formats.inspect_eval import EVAL
+from cray_agents.runtime.exports.formats.jsonl import JSONL, OPENENV
+from cray_agents.runtime.exports.formats.otel import OTEL
+from cray_agents.runtime.exports.formats.sharegpt import SHAREGPT
+from cray_agents.runtime.exports.formats.tokens import TOKENS
+from cray_agents.runtime.exports.formats.verl import VERL
 from cray_agents.runtime.exports.losses import ExportCounts, ExportLoss, LossRules, describe_losses
 from cray_agents.runtime.exports.sources import DatasetRuns, ExportSource, StoredRuns
 from cray_agents.runtime.store import Store
 
 Format = LineFormat | TableFormat
+#: An added format is listed here.
+_LINES = (JSONL, OPENAI, OPENAI_PREFERENCE, TRL, TRL_PROMPT_COMPLETION, TRL_PREFERENCE, SHAREGPT,
+          ATIF, OTEL, OPENENV, EVAL)  # fmt: skip
+_TABLES = (TOKENS, VERL, HUGGINGFACE)
+
+LINE_FORMATS = {each.name: each for each in _LINES}
+FORMATS: dict[str, Format] = {
+    **LINE_FORMATS,
+    **{each.name: each for each in _TABLES},
+    HTML.name: HTML,
+}
 
 
 @dataclass(frozen=True)
