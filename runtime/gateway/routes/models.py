@@ -113,19 +113,17 @@ class WhoAndWhy(Fields):
     reason: str = ""
 
 
-class Promotion(WhoAndWhy):
-    """A version to promote. `force`: even if another name's promoted one is then served no more."""
-
-    version: int
-    numbers: dict[str, Any] = Field(default_factory=dict)
-    force: bool = False
-
-
 class Rejection(WhoAndWhy):
     """A version to reject."""
 
     version: int
     numbers: dict[str, Any] = Field(default_factory=dict)
+
+
+class Promotion(Rejection):
+    """A version to promote. `force`: even if another name's promoted one is then served no more."""
+
+    force: bool = False
 
 
 class Rollback(WhoAndWhy):
