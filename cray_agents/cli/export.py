@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.progress import MofNCompleteColumn, TextColumn
@@ -20,12 +20,11 @@ from cray_agents.cli.options import Commands, given
 from cray_agents.cli.screen import check_stored, errors, note, progress_bar, settings, size
 from cray_agents.cli.where import WhereOption, parse_where
 from cray_agents.errors import BadInput
-from cray_agents.runtime.exports.exporter import FORMATS
+from cray_agents.runtime.exports import exporter
+from cray_agents.runtime.exports.export_files import SHARD_SIZE, ExportProgress, OnProgress
+from cray_agents.runtime.exports.exporter import FORMATS, Summary
+from cray_agents.runtime.exports.losses import ExportCounts, LossRules, describe_losses
 from cray_agents.server.permissions import make_private
-
-if TYPE_CHECKING:
-    from cray_agents.runtime.exports.export_files import ExportProgress, OnProgress
-    from cray_agents.runtime.exports.exporter import Summary
 
 SAY_EVERY = 10.0  # seconds between lines of progress where there is no terminal
 
@@ -89,9 +88,6 @@ def export(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors.")] = False,
 ) -> None:
     """See HELP."""
-    from cray_agents.runtime.exports import exporter
-    from cray_agents.runtime.exports.export_files import SHARD_SIZE
-    from cray_agents.runtime.exports.losses import LossRules
 
     chosen = exporter.format_named(form)
     config = settings()
@@ -140,10 +136,8 @@ def export(
             note("  the dataset's validation split is not in it: --split validation")
 
 
-def _to_stdout(source: Any, form: Any, rules: Any, on_progress: Any) -> "Summary":
+def _to_stdout(source: Any, form: Any, rules: Any, on_progress: Any) -> Summary:
     """Stream lines to stdout; the reader may stop early, as `head` does."""
-    from cray_agents.runtime.exports import exporter
-    from cray_agents.runtime.exports.losses import ExportCounts, describe_losses
 
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -158,7 +152,7 @@ def _to_stdout(source: Any, form: Any, rules: Any, on_progress: Any) -> "Summary
 
 
 @contextmanager
-def _show_progress(quiet: bool) -> Iterator["OnProgress"]:
+def _show_progress(quiet: bool) -> Iterator[OnProgress]:
     """Show progress: a bar on a terminal, a line every SAY_EVERY seconds in a log."""
     if quiet:
         yield lambda progress: None
@@ -179,14 +173,14 @@ class _Lines:
     def __init__(self) -> None:
         self._last_print = time.monotonic()
 
-    def __call__(self, now: "ExportProgress") -> None:
+    def __call__(self, now: ExportProgress) -> None:
         if time.monotonic() - self._last_print > SAY_EVERY:
             self._last_print = time.monotonic()
             total = f" of {now.total:,}" if now.total is not None else ""
             note(f"{now.runs:,}{total} runs, {size(now.bytes)}")
 
 
-def _print_summary(summary: "Summary", output: Path | None) -> None:
+def _print_summary(summary: Summary, output: Path | None) -> None:
     """Print the counts of an export and its losses."""
     destination = f" to {output}" if output else ""
     note(

@@ -8,7 +8,7 @@ runtime/registry/canary.py.
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -31,11 +31,8 @@ from cray_agents.errors import BadInput, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
 from cray_agents.records import ModelVersion
+from cray_agents.runtime.registry.registry import ModelEvent, Registry
 from cray_agents.server.platform_process import ask_once, client, command, fetch, owner, running
-
-if TYPE_CHECKING:
-    from cray_agents.runtime.registry.registry import ModelEvent, Registry
-
 
 commands = Commands(
     "models", help="Model versions: list, show, promote, rollback, reject, merge, canary."
@@ -140,7 +137,7 @@ def rollback(
     """Let the bare name mean what it meant before its last promotion."""
     by = who or user()
 
-    def roll_back(registry: "Registry") -> "ModelEvent":
+    def roll_back(registry: Registry) -> ModelEvent:
         before = registry.rollback_target(name, to, force=force)
         return registry.roll_back(name, before.number, who=by, reason=reason)
 
@@ -235,7 +232,7 @@ def parse_version(version: str) -> tuple[str, int]:
 
 def decide(
     online: Callable[[Platform], Awaitable[dict[str, Any]]],
-    offline: "Callable[[Registry], ModelEvent]",
+    offline: Callable[[Registry], ModelEvent],
 ) -> None:
     """Change a version through the root's platform, or in the registry if no platform runs.
 

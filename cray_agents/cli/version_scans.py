@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
@@ -10,10 +10,8 @@ from cray_agents.cli.options import given
 from cray_agents.cli.screen import print_json, root, say, show
 from cray_agents.errors import BadInput
 from cray_agents.queries import RunFilter, RunQuery
+from cray_agents.runtime.registry.registry import Registry
 from cray_agents.tasks.record_source import read_whole
-
-if TYPE_CHECKING:
-    from cray_agents.runtime.registry.registry import Registry
 
 LEAST_PLANTED = 8  # characters: a shorter string stands in a text by chance
 MOST_PLANTED = 10_000
@@ -100,7 +98,7 @@ def memorisation(
     _print_memorised(rows, strings, name)
 
 
-def _training_sets(registry: "Registry", version: str) -> list[str]:
+def _training_sets(registry: Registry, version: str) -> list[str]:
     from cray_agents.runtime.registry.lineage import lineage_of
 
     kin = {row["id"]: row for row in lineage_of(registry, version)}

@@ -8,7 +8,7 @@ the seed decides, until the test of promotion/sequential_test.py has seen enough
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cray_agents.errors import BadInput, HookError
 from cray_agents.iteration import Iteration, decisions_in
@@ -52,10 +52,6 @@ from cray_agents.records import (
 )
 from cray_agents.tasks.leakage import task_key
 from cray_agents.tasks.task_set import TaskSet
-
-if TYPE_CHECKING:
-    from cray_agents.platform.client import Platform
-    from cray_agents.tasks.task_set import TaskSet
 
 OnDone = Callable[[int], None]
 SET_OFF = (HookError.__name__, UNSCORED, *ENVIRONMENT_ERRORS)  # errors that a version may set off
@@ -288,7 +284,7 @@ def _let_down(run: Run) -> bool:
 MAX_CHARACTERS = 2**22  # of an entry's texts, but for its last one: a body has its limit
 
 
-async def hold_out(platform: "Platform", loop: str, tasks: "TaskSet") -> None:
+async def hold_out(platform: Platform, loop: str, tasks: TaskSet) -> None:
     """Keep the inputs of all held-out and test tasks out of the loop's training sets."""
     for entry in _entries([*tasks.split("holdout"), *tasks.split("test")]):
         record = entry.model_dump(mode="json", exclude_defaults=True)
