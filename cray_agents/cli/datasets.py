@@ -33,6 +33,7 @@ from cray_agents.errors import BadInput
 from cray_agents.exact_json import DEEPEST_FOREIGN, parse_json
 from cray_agents.processes import leave_out
 from cray_agents.queries import DatasetRecipe
+from cray_agents.runtime.registry.registry import Registry
 from cray_agents.tasks.record_source import read_whole
 
 if TYPE_CHECKING:
@@ -104,7 +105,6 @@ def build(
 
 def _build_or_plan(recipe: DatasetRecipe, *, dry_run: bool) -> None:
     from cray_agents.runtime.datasets import build_dataset, plan_dataset
-    from cray_agents.runtime.registry.registry import Registry
     from cray_agents.runtime.store import Store
 
     leave_out("torch")

@@ -88,7 +88,6 @@ def export(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors.")] = False,
 ) -> None:
     """See HELP."""
-
     chosen = exporter.format_named(form)
     config = settings()
     root = config.root
@@ -138,7 +137,6 @@ def export(
 
 def _to_stdout(source: Any, form: Any, rules: Any, on_progress: Any) -> Summary:
     """Stream lines to stdout; the reader may stop early, as `head` does."""
-
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     counts, written = ExportCounts(rules), 0

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from cray_agents.cli.job_page import job_report, print_hardware, print_page, read_hardware, sentence
+from cray_agents.cli.job_targets import has_ended, stream_job
 from cray_agents.cli.options import Commands, given
 from cray_agents.cli.screen import line, note, print_json, root, say, settings, show, when
 from cray_agents.cli.submit import submit
@@ -17,7 +19,13 @@ from cray_agents.config import Config
 from cray_agents.errors import BadInput, JobError, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
+from cray_agents.runtime.disk.checksums import list_whole
+from cray_agents.runtime.scheduler.site_environment import with_shared_root
+from cray_agents.runtime.scheduler.slurm import Slurm
+from cray_agents.runtime.store.index import identity_of
 from cray_agents.server.platform_process import ask_once, client, command, owner, running, submitter
+from cray_agents.trainers.job.job_state import read_handover, read_status
+from cray_agents.trainers.job.journal import CommandJournal, JobJournal
 from cray_agents.training_jobs import JobStatus
 
 COLUMNS = ["id", "scheduler_job_id", "method", "state", "done", "loss_last", "when"]
@@ -35,8 +43,6 @@ commands.command("submit")(submit)
 @commands.command("list")
 def list_jobs() -> None:
     """List training jobs, oldest first."""
-    from cray_agents.runtime.disk.checksums import list_whole
-
     home = root()
     rows = list_whole(job_ids(home), lambda name: job_row(home, name))
     show(rows.rows, COLUMNS, damaged=rows.damaged)
@@ -67,13 +73,9 @@ def show_job(
     if script:
         print_script(settings(), name)
     elif hardware:
-        from cray_agents.cli.job_page import print_hardware, read_hardware
-
         hardware_facts = read_hardware(home, name, POINTS)
         print_json(hardware_facts) if given().json else print_hardware(hardware_facts)
     else:
-        from cray_agents.cli.job_page import job_report, print_page
-
         report = job_report(home, name)
         print_json(report) if given().json else print_page(report)
 
@@ -83,10 +85,6 @@ def print_script(config: Config, job_id: str) -> None:
 
     Raises NotFound, and SchedulerError for a job that no Slurm could run.
     """
-    from cray_agents.runtime.scheduler.site_environment import with_shared_root
-    from cray_agents.runtime.scheduler.slurm import Slurm
-    from cray_agents.runtime.store.index import identity_of
-    from cray_agents.trainers.job.journal import JobJournal
     from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
     from cray_agents.trainers.planning.cluster_resources import resources_of
 
@@ -121,10 +119,6 @@ def job_logs(
 
     With --json the events alone, one a line.
     """
-    from cray_agents.cli.job_page import sentence
-    from cray_agents.cli.job_targets import has_ended, stream_job
-    from cray_agents.trainers.job.journal import JobJournal
-
     home = root()
     journal = JobJournal(home, named_job(home, job_id))
     spec = journal.spec()
@@ -181,8 +175,6 @@ def call_platform(
 def _without_platform(home: Home, job_id: str) -> str:
     """Say how a job stands without a platform, and how to pause, resume or end it."""
     from cray_agents.runtime.scheduler.choose import site_cluster
-    from cray_agents.trainers.job.job_state import read_handover, read_status
-    from cray_agents.trainers.job.journal import JobJournal
 
     status = read_status(home, job_id)
     if status.state in ("succeeded", "failed", "cancelled"):
@@ -219,8 +211,6 @@ def print_state(job: JobStatus) -> None:
 
 def report_end(home: Home, job_id: str) -> None:
     """Say on stderr how a job ended. Raises JobError unless it succeeded."""
-    from cray_agents.trainers.job.job_state import read_status
-
     status = read_status(home, job_id)
     if status.state != "succeeded":
         why = f": {status.error}" if status.error else f" at step {status.step}"
@@ -234,9 +224,6 @@ def named_job(home: Home, given: str) -> str:
 
     Raises NotFound, and BadInput when several jobs match.
     """
-    from cray_agents.trainers.job.job_state import read_handover
-    from cray_agents.trainers.job.journal import JobJournal
-
     ids = job_ids(home)
     if given in ids:
         return given
@@ -260,9 +247,6 @@ def job_ids(home: Home) -> list[str]:
 
 def job_row(home: Home, name: str) -> dict[str, Any]:
     """Return a job's status, method, dataset, parent and submission time. Raises Corrupt."""
-    from cray_agents.trainers.job.job_state import read_status
-    from cray_agents.trainers.job.journal import CommandJournal, JobJournal
-
     status, journal = read_status(home, name), JobJournal(home, name)
     spec = journal.spec()
     by_commands = spec.commands is not None

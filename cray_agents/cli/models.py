@@ -31,6 +31,8 @@ from cray_agents.errors import BadInput, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
 from cray_agents.records import ModelVersion
+from cray_agents.runtime.disk.checksums import list_whole
+from cray_agents.runtime.registry.checkpoints import manifest_of
 from cray_agents.runtime.registry.registry import ModelEvent, Registry
 from cray_agents.server.platform_process import ask_once, client, command, fetch, owner, running
 
@@ -51,9 +53,6 @@ def list_models() -> None:
 
     `replicas`: how many of the running platform's hold it; -: none runs.
     """
-    from cray_agents.runtime.disk.checksums import list_whole
-    from cray_agents.runtime.registry.registry import Registry
-
     home = root()
     registry, counts = Registry(home), replica_counts(home)
     names = list_whole(registry.names(), lambda name: version_rows(registry, name))
@@ -72,9 +71,7 @@ def show_model(name: NameOrVersion) -> None:
 
     A bare name shows the lineage and the history of all its versions.
     """
-    from cray_agents.runtime.registry.checkpoints import manifest_of
     from cray_agents.runtime.registry.lineage import lineage_of
-    from cray_agents.runtime.registry.registry import Registry
 
     home = root()
     registry = Registry(home)
@@ -163,7 +160,6 @@ def merge(version: Version) -> None:
     deleted with the version.
     """
     from cray_agents.runtime.registry import adapters
-    from cray_agents.runtime.registry.registry import Registry
 
     home = root()
     found = Registry(home).resolve("@".join(map(str, parse_version(version))))
@@ -238,8 +234,6 @@ def decide(
 
     Raises SetupError while a platform starts or ends, because it would not notice the change.
     """
-    from cray_agents.runtime.registry.registry import Registry
-
     root_home = root()
     if (running_here := running(root_home)) is not None:
         print_event(ask_once(client(running_here), online))

@@ -14,6 +14,7 @@ from cray_agents.cli.options import Commands, given
 from cray_agents.cli.screen import console, print_json, say, settings, show
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
+from cray_agents.runtime.registry.registry import Registry
 from cray_agents.training_jobs import (
     Backend,
     Fp8,
@@ -216,7 +217,6 @@ def _size(model: str) -> float | None:
 
 
 def _architecture(root: Home, model: str, backend: str | None = None) -> "Architecture":
-    from cray_agents.runtime.registry.registry import Registry
     from cray_agents.trainers.models.architecture import read_architecture
 
     return read_architecture(Registry(root).named(model), cast("Backend | None", backend))

@@ -28,6 +28,7 @@ from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
 from cray_agents.processes import die_with_parent
 from cray_agents.runtime.controller_lease import end_for_good
+from cray_agents.runtime.registry.registry import Registry
 from cray_agents.server.platform_process import (
     ReplicaCount,
     check_vllm,
@@ -159,8 +160,6 @@ def _start_detached(
 
 def _only_name(home: Home, model: Path | None) -> str:
     """Return the only name in a root; "default" with a model, or if there are more or none."""
-    from cray_agents.runtime.registry.registry import Registry
-
     names = Registry(home).names() if model is None else []
     return names[0] if len(names) == 1 else "default"
 

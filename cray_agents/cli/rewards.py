@@ -15,6 +15,7 @@ from cray_agents.cli.user_files import find_function
 from cray_agents.cli.where import WhereOption, parse_where
 from cray_agents.errors import BadInput
 from cray_agents.queries import RunQuery
+from cray_agents.records import Reward
 
 if TYPE_CHECKING:
     from cray_agents.config import Config
@@ -57,7 +58,6 @@ def reward(
 
 
 async def _give(config: "Config", run_id: str, feedback: "Feedback") -> "Reward":
-    from cray_agents.records import Reward
     from cray_agents.runtime.store.feedback import check_feedback, check_rewards, give_feedback
 
     check_rewards([Reward(**feedback.model_dump())], config.reward_limit)

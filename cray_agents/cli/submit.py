@@ -13,14 +13,17 @@ from typing import Annotated
 
 import typer
 
-from cray_agents.cli.job_targets import train, with_trainer_choices
+from cray_agents.cli.job_targets import has_ended, train, with_trainer_choices
 from cray_agents.cli.options import given
 from cray_agents.cli.screen import note, open_root, print_json, say, settings
 from cray_agents.cli.spec_options import build_spec, layout_of, read_fields
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, JobError
 from cray_agents.paths import Home
+from cray_agents.runtime.registry.checkpoints import ADAPTER, base_of
+from cray_agents.runtime.registry.registry import NAME, Registry
 from cray_agents.trainers.job.job_state import read_status, should_retry
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import JobSpec, JobStatus, explain_learning_rate
 
 STAYS = (
@@ -123,9 +126,6 @@ def submit(
 
 def _train_unless_ended(config: Config, spec: JobSpec, *, detach: bool) -> JobStatus:
     """Train the job and return its status; an ended job is trained again only if `should_retry`."""
-    from cray_agents.cli.job_targets import has_ended
-    from cray_agents.trainers.job.journal import JobJournal
-
     journal = JobJournal(config.root, spec.id)
     if journal.exists and has_ended(journal) and not should_retry(journal, spec):
         status = read_status(config.root, spec.id)
@@ -153,9 +153,6 @@ def _print_spec(spec: JobSpec) -> None:
 
 def _report_result(home: Home, status: JobStatus, name: str | None) -> None:
     """Print the result's folder, and register the result under a name, without promoting it."""
-    from cray_agents.runtime.registry.checkpoints import ADAPTER, base_of
-    from cray_agents.runtime.registry.registry import Registry
-
     folder = home.checkpoint(status.checkpoint or status.id)
     say(str(folder))
     if (base := base_of(folder)) is not None:
@@ -169,8 +166,6 @@ def _report_result(home: Home, status: JobStatus, name: str | None) -> None:
 
 
 def _check_name(name: str | None, *, detach: bool) -> None:
-    from cray_agents.runtime.registry.registry import NAME
-
     if name is not None and not NAME.fullmatch(name):
         raise BadInput(
             f"{name!r} cannot name a model: use letters, digits, '.', '_' and '-'", param="name"

@@ -13,6 +13,7 @@ from cray_agents.cli.options import Commands, given
 from cray_agents.cli.screen import note, open_store, print_json, root, say, settings, show, when
 from cray_agents.cli.where import duration
 from cray_agents.errors import BadInput
+from cray_agents.queries import RunFilter
 
 if TYPE_CHECKING:
     from cray_agents.runtime.accounting.cost_account import CostAmount
@@ -71,7 +72,6 @@ def keys(
     since: Since = None,
 ) -> None:
     """Sum up the recorded runs, calls, tokens and seconds of API keys and models."""
-    from cray_agents.queries import RunFilter
     from cray_agents.runtime.gateway.http.api_keys import key_names
     from cray_agents.runtime.views.usage import check_groups, usage_table
 

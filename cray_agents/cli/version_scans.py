@@ -24,7 +24,6 @@ def drift(earlier: str, later: str, chosen: RunFilter, alpha: float) -> None:
     looked at while runs come in. `alpha`: the greatest probability of reporting a drift where there
     is none. Raises typer.Exit with 1 if a habit has drifted.
     """
-    from cray_agents.runtime.registry.registry import Registry
     from cray_agents.runtime.scans.drift import compare_habits
     from cray_agents.runtime.store import Store
 
@@ -68,7 +67,6 @@ def memorisation(
     Runs that a set was made of do not count. `planted`: a file of strings, one a line. `length`:
     tokens in a row that count as repeated.
     """
-    from cray_agents.runtime.registry.registry import Registry
     from cray_agents.runtime.scans.memorisation import Memorisation
     from cray_agents.runtime.store import Store
 
