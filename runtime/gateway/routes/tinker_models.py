@@ -296,11 +296,7 @@ async def describe_tinker_weights(services: Current, body: SavedPath) -> Respons
     return json_response({"base_model": model.base_model, **fields})
 
 
-@router.get(
-    "/api/v1/training_runs",
-    Role.train,
-    answer=dict[str, Any],
-)
+@router.get("/api/v1/training_runs", Role.train, answer=dict[str, Any])
 async def list_tinker_models_trained(
     services: Current,
     limit: Limit = 20,
