@@ -23,7 +23,7 @@ import pytest
 from cray_agents.paths import Home
 from cray_agents.processes import alive
 from cray_agents.queries import RunQuery
-from cray_agents.runtime.datasets import dataset_runs
+from cray_agents.runtime.datasets.reader import dataset_runs
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.scheduler.site_environment import missing_programs
 from cray_agents.runtime.scheduler.supervisor import descendants

@@ -104,7 +104,7 @@ def build(
 
 
 def _build_or_plan(recipe: DatasetRecipe, *, dry_run: bool) -> None:
-    from cray_agents.runtime.datasets import build_dataset, plan_dataset
+    from cray_agents.runtime.datasets.build import build_dataset, plan_dataset
     from cray_agents.runtime.store import Store
 
     leave_out("torch")
@@ -135,7 +135,7 @@ def list_all(
     limit: Annotated[int, typer.Option(min=1, help="The length of the list, at most.")] = 20,
 ) -> None:
     """List training sets, the newest first."""
-    from cray_agents.runtime.datasets import list_datasets
+    from cray_agents.runtime.datasets.reader import list_datasets
 
     listing = list_datasets(root(), limit=limit)
     rows = [{**each, "when": when(each["created"])} for each in listing.rows]
@@ -149,8 +149,7 @@ def show_one(
     ],
 ) -> None:
     """Show one training set: counts, why runs are not in it, where its card lies."""
-    from cray_agents.runtime.datasets import read_dataset
-    from cray_agents.runtime.datasets.reader import CARD
+    from cray_agents.runtime.datasets.reader import CARD, read_dataset
 
     manifest = read_dataset(root(), dataset_id)
     if given().json:

@@ -15,8 +15,7 @@ from typing import cast, get_args
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.queries import RunFilter
-from cray_agents.runtime.datasets import read_dataset, shards
-from cray_agents.runtime.datasets.reader import SplitName
+from cray_agents.runtime.datasets.reader import SplitName, read_dataset, shards
 from cray_agents.runtime.exports.export_files import (
     SHARD_SIZE,
     OnProgress,
