@@ -7,7 +7,6 @@ gateway/routes/files.py and by writers of files for clients: a batch writes its 
 """
 
 import contextlib
-import os
 import re
 import time
 from pathlib import Path
@@ -179,11 +178,7 @@ class Files:
 
     def _all(self) -> checksums.Listing[FileObject]:
         """Return every file that was not deleted, expired ones too, in no order."""
-        try:
-            with os.scandir(self.home.files) as entries:
-                names = {entry.name for entry in entries}
-        except FileNotFoundError:
-            names = set()
+        names = durable.names_in(self.home.files)
         ids = [name.removesuffix(LIVING) for name in names if name.endswith(LIVING)]
         ids = [name for name in ids if name[0] != "." and name + DELETED not in names]
         listing = checksums.list_whole(ids, self._read_once)

@@ -24,7 +24,6 @@ facts and carries it out.
 import asyncio
 import itertools
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -449,10 +448,7 @@ def unfinished_jobs(home: Home, ended: set[str], unchanged: Set[str] = frozenset
 
     Jobs that have ended are added to `ended`. The files of a job in either set are not looked at.
     """
-    try:
-        names = {entry.name for entry in os.scandir(home.jobs)}
-    except FileNotFoundError:
-        return []
+    names = durable.names_in(home.jobs)
     ended &= names
     unfinished = []
     for name in sorted(names - ended - unchanged):

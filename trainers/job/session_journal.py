@@ -15,7 +15,6 @@ job's result or its end: that is in the job's own journal, so a session may die 
 next: resident.py.
 """
 
-import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -178,7 +177,4 @@ def sessions(home: Home) -> list[SessionJournal]:
 
 def _names(folder: Path) -> list[str]:
     """Return the names in a folder, without drafts; none if it does not exist."""
-    try:
-        return [entry.name for entry in os.scandir(folder) if not entry.name.startswith(".")]
-    except FileNotFoundError:
-        return []
+    return [name for name in durable.names_in(folder) if not name.startswith(".")]
