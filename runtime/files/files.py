@@ -112,8 +112,7 @@ class Files:
             sha256=sha256,
             owner=owner,
         )
-        text = checksums.with_crc(file.model_dump_json().encode())
-        durable.create_file(self._path(file.id), text)
+        durable.create_file(self._path(file.id), checksums.record_text(file))
         return self.get(file.id)
 
     def get(self, file_id: str) -> FileObject:
@@ -171,8 +170,7 @@ class Files:
         return {file.sha256 for file in files if not file.expired}
 
     def _delete(self, file: FileObject) -> None:
-        text = checksums.with_crc(file.model_dump_json().encode())
-        durable.create_file(self._tombstone(file.id), text)
+        durable.create_file(self._tombstone(file.id), checksums.record_text(file))
         self._path(file.id).unlink(missing_ok=True)
         self._known.pop(file.id, None)
 

@@ -267,8 +267,7 @@ def read_handover(journal: JobJournal) -> Handover:
 
 def note_handover(journal: JobJournal, handover: Handover) -> None:
     """Record a job's handover, in place of the last one."""
-    text = checksums.with_crc(handover.model_dump_json().encode())
-    durable.replace_file(journal.folder / "scheduler.json", text)
+    durable.replace_file(journal.folder / "scheduler.json", checksums.record_text(handover))
 
 
 # ---- jobs by commands and in sessions
