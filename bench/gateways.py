@@ -178,7 +178,7 @@ def published_root(folder: Path, replicas: list[str]) -> Home:
         for port in replicas
     ])  # fmt: skip
     home.replicas.mkdir()
-    durable.replace_file(home.serving, checksums.with_crc(told.model_dump_json().encode()))
+    durable.replace_file(home.serving, checksums.record_text(told))
     return home
 
 

@@ -17,7 +17,8 @@ from bench.corpus import START, write_corpus
 from bench.rounds import row, side_by_side
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe, RunQuery
-from cray_agents.runtime.datasets import build_dataset, shards
+from cray_agents.runtime.datasets.build import build_dataset
+from cray_agents.runtime.datasets.reader import shards
 from cray_agents.runtime.exports.exporter import export, open_dataset
 from cray_agents.runtime.exports.formats.tokens import TOKENS
 from cray_agents.runtime.store import Store

@@ -45,29 +45,7 @@ if TYPE_CHECKING:
     from cray_agents.server.platform_process import local_platform as local_platform
     from cray_agents.tasks.task_set import TaskSet as TaskSet
 
-__getattr__, __all__ = lazy_names(
-    __name__,
-    {
-        "agent.agent": ["Agent"],
-        "agent.environment": ["Environment"],
-        "agent.run_context": ["RunContext"],
-        "agent.tool": ["tool"],
-        "server.platform_process": ["local_platform"],
-        "errors": ["ToolError"],
-        "loop.evaluation": ["Evaluation", "EvaluationResult", "evaluate", "evaluate_sync"],
-        "loop.loop": ["Loop"],
-        "loop.methods": ["DPO", "GRPO", "KTO", "RFT", "SFT", "Distill", "Training"],
-        "loop.settings": ["Data", "Sampling"],
-        "loop.stop_rules": ["Stop"],
-        "platform.client": ["Platform"],
-        "promotion.sequential_test": ["PromotionTest"],
-        "records": ["Message", "Run", "Task", "Trajectory"],
-        "rewards.llm_judge": ["judge", "judge_group"],
-        "rewards.reward": ["Verdict", "reward"],
-        "rewards.scanner": ["scanner"],
-        "tasks.task_set": ["TaskSet"],
-    },
-)
+__getattr__, __all__ = lazy_names(__name__, __file__)
 
 
 def __dir__() -> list[str]:

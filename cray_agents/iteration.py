@@ -42,7 +42,7 @@ class Iteration(Record):
       and what the method's clips and corrections did.
     - `samples` counts the training set's, `demonstrations` those of them that are no runs; the job
       saw each `epochs` times. `kinds` counts the good runs by kind of task, where a metadata key
-      names the kinds. `remarks` are warnings about these: see loop/remarks.py.
+      names the kinds. `remarks` are warnings about these: see loop/loop.py.
     - `stopped` says why the loop ended itself with this iteration.
     """
 

@@ -3,25 +3,31 @@
 So that `import cray_agents` is quick and pulls in nothing heavy.
 """
 
+import ast
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 
-def lazy_names(
-    package: str, modules: Mapping[str, Sequence[str]]
-) -> tuple[Callable[[str], Any], list[str]]:
-    """The `__getattr__` and the `__all__` of a package.
+def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], list[str]]:
+    """The `__getattr__` and the `__all__` of a package: the names `X` in `import X as X` of `file`.
 
-    `modules`: the names that each module of `cray_agents` has.
+    These are under `if TYPE_CHECKING`, where type checkers and editors read them.
     """
-    places = {name: module for module, names in modules.items() for name in names}
+    places = {
+        each.name: node.module
+        for node in ast.walk(ast.parse(Path(file).read_bytes()))
+        if isinstance(node, ast.ImportFrom) and node.module
+        for each in node.names
+        if each.asname == each.name
+    }
 
     def load(name: str) -> Any:
         if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(f"cray_agents.{places[name]}"), name)
+        value = getattr(import_module(places[name]), name)
         setattr(sys.modules[package], name, value)
         return value
 

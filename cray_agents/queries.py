@@ -6,19 +6,12 @@ People, loops and HTTP clients write these, so an unknown field is an error. Rea
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from cray_agents.records import Message, Split, StopReason, StrictRecord
 from cray_agents.text_words import SIMILAR
 
 LARGEST = 2**53 - 1  # that JSON counts to
-RENAMED = {"generation": "iteration", "generations": "iterations"}
-
-
-def _refuse_earlier_names(given: Any) -> Any:
-    for old in RENAMED.keys() & set(given if isinstance(given, dict) else ()):
-        raise ValueError(f"{old} is now {RENAMED[old]}")
-    return given
 
 
 class RunFilter(StrictRecord):
@@ -54,8 +47,6 @@ class RunFilter(StrictRecord):
     # left out where it is empty: recipes and exports of before have no such field in their ids
     without_tags: list[str] = Field(default_factory=list, exclude_if=lambda tags: not tags)
     text: str | None = None
-
-    _names = model_validator(mode="before")(_refuse_earlier_names)
 
 
 class RunQuery(RunFilter):
@@ -185,5 +176,3 @@ class DatasetRecipe(StrictRecord):
     rewards: dict[str, float] | None = None
     givers: list[str] | None = None
     router_replay: bool = False
-
-    _names = model_validator(mode="before")(_refuse_earlier_names)

@@ -564,7 +564,7 @@ class ProbeReport(Record):
     load_note: str = ""
 
 
-#: Prefix of the entries of a loop's journal that name held-out inputs; see loop/holdout_journal.py.
+#: Prefix of the entries of a loop's journal that name held-out inputs; see loop/evaluator.py.
 HELD_OUT_ENTRY = "held-"
 
 

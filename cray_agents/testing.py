@@ -15,12 +15,4 @@ if TYPE_CHECKING:
     from cray_agents.engines.scripted import tool_call as tool_call
     from cray_agents.trainers.models.seed_model import make_tiny_model as make_tiny_model
 
-__getattr__, __all__ = lazy_names(
-    __name__,
-    {
-        "engines.no_real_models": ["no_real_models"],
-        "engines.replay": ["RecordingEngine", "ReplayEngine"],
-        "engines.scripted": ["ScriptedEngine", "tool_call"],
-        "trainers.models.seed_model": ["make_tiny_model"],
-    },
-)
+__getattr__, __all__ = lazy_names(__name__, __file__)

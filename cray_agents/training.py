@@ -22,15 +22,4 @@ if TYPE_CHECKING:
     from cray_agents.training_jobs import Policy as Policy
     from cray_agents.training_jobs import Preference as Preference
 
-__getattr__, __all__ = lazy_names(
-    __name__,
-    {
-        "platform.training_session": ["TrainingSession"],
-        "queries": ["DatasetRecipe", "RunFilter"],
-        "records": ["ModelVersion", "Split"],
-        "training_commands": ["Datum"],
-        "training_jobs": [
-            "Hyperparameters", "JobSpec", "JobStatus", "Layout", "Lora", "Policy", "Preference",
-        ],
-    },
-)  # fmt: skip
+__getattr__, __all__ = lazy_names(__name__, __file__)

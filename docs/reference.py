@@ -20,8 +20,7 @@ from pydantic import BaseModel
 
 from cray_agents.cli import app
 from cray_agents.config.job_section import JobContainer, JobSettings
-from cray_agents.config.price_section import PriceSettings
-from cray_agents.config.settings import Config
+from cray_agents.config.settings import Config, PriceSettings
 from cray_agents.runtime.gateway.app import routes
 from cray_agents.runtime.gateway.http.routing import IN_RUN, TAGS, document
 
@@ -266,10 +265,11 @@ def settings() -> Iterator[str]:
     sections = {"Keys": Config, "[job]": JobSettings, "[job.container]": JobContainer}
     for title, section in {**sections, "[prices]": PriceSettings}.items():
         yield f"\n## {title}\n\n| key | type | default | meaning |\n|---|---|---|---|"
+        hints = typing.get_type_hints(section)
         for name, field in section.model_fields.items():
             default = "" if field.is_required() else default_of(field)
             default = str(field.default) if name == "home" else default
-            kind = "section" if name in ("job", "prices", "container") else field.annotation
+            kind = "section" if name in ("job", "prices", "container") else hints[name]
             shown = (kind if isinstance(kind, str) else type_name(kind), default)
             yield row(code(name), *map(code, shown), prose(field.description or ""))
 

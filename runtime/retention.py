@@ -129,8 +129,7 @@ def find_set_aside(home: Home) -> list[Path]:
 def _set_aside(folder: Path) -> None:
     try:
         manifest = read_manifest(folder).model_copy(update={"probe": []})
-        text = checksums.with_crc(Pruned(manifest=manifest).model_dump_json().encode())
-        durable.replace_file(pruned_file(folder), text)
+        durable.replace_file(pruned_file(folder), checksums.record_text(Pruned(manifest=manifest)))
         folder.rename(folder.with_name(f".{folder.name}.{new_id('aside')}"))
     except (NotFound, FileNotFoundError):
         if folder.is_dir():

@@ -23,9 +23,9 @@ import pytest
 from cray_agents.paths import Home
 from cray_agents.processes import alive
 from cray_agents.queries import RunQuery
-from cray_agents.runtime.datasets import dataset_runs
+from cray_agents.runtime.datasets.reader import dataset_runs
 from cray_agents.runtime.registry.registry import Registry
-from cray_agents.runtime.scheduler.choose import missing_programs
+from cray_agents.runtime.scheduler.site_environment import missing_programs
 from cray_agents.runtime.scheduler.supervisor import descendants
 from cray_agents.runtime.store import Store
 from tests.support.import_server import forking

@@ -27,7 +27,7 @@ from cray_agents.loop.settings import Data
 from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
 from cray_agents.records import Message, Run, Task
-from cray_agents.runtime.datasets import dataset_runs, shards
+from cray_agents.runtime.datasets.reader import dataset_runs, shards
 from cray_agents.runtime.store import Store
 from cray_agents.server.platform_process import client, key, serving
 from cray_agents.testing import make_tiny_model

@@ -19,7 +19,7 @@ from cray_agents.cli.spec_options import build_spec, read_fields
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
-from cray_agents.runtime.datasets import build_dataset
+from cray_agents.runtime.datasets.build import build_dataset
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine

@@ -38,7 +38,7 @@ from cray_agents.loop.live.traffic import mixed
 from cray_agents.paths import Home
 from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.records import Run, StopReason
-from cray_agents.runtime.datasets import dataset_runs
+from cray_agents.runtime.datasets.reader import dataset_runs
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store

@@ -32,7 +32,7 @@ from cray_agents.loop.rollouts import success
 from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
 from cray_agents.records import Run
-from cray_agents.runtime.datasets import dataset_runs
+from cray_agents.runtime.datasets.reader import dataset_runs
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
@@ -223,11 +223,8 @@ def test_bad_arguments_are_refused() -> None:
     for method, told in (("ppo", "give a method"), ("grpo", r"give GRPO\(...\)"), ([], "methods")):
         with pytest.raises(BadInput, match=told):
             Loop(**loop | {"method": method})
-    for old, place in (("attempts", "group_size"), ("seed", r"Sampling\(seed"), ("watch", "live")):
-        with pytest.raises(BadInput, match=f"no {old}: .*{place}"):
-            Loop(**{**loop, old: 2})
-    with pytest.raises(ValueError, match="attempts is now group_size"):
-        GRPO(attempts=2)  # type: ignore[call-arg]
+    with pytest.raises(BadInput, match="no seed: give agent, tasks"):
+        Loop(**loop | {"seed": 2})
     with pytest.raises(ValueError, match=r"group_size\n.*greater than or equal to 2"):
         GRPO(group_size=1)
     with pytest.raises(BadInput, match=r"method\[0\]: say for how many iterations"):

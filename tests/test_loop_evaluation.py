@@ -16,7 +16,7 @@ from cray_agents.loop.methods import Method
 from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
 from cray_agents.records import Run
-from cray_agents.runtime.datasets import dataset_runs
+from cray_agents.runtime.datasets.reader import dataset_runs
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.views.iteration_evidence import iteration_detail, pairs_page

@@ -16,7 +16,7 @@ import pytest
 
 from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
-from cray_agents.runtime.datasets import dataset_runs
+from cray_agents.runtime.datasets.reader import dataset_runs
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from tests.support.campaign import Campaign, Children, free_port, kills

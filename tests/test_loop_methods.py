@@ -19,7 +19,7 @@ from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
 from cray_agents.queries import RunQuery
 from cray_agents.records import LogprobDistance, Run, Task
-from cray_agents.runtime.datasets import dataset_runs, read_dataset
+from cray_agents.runtime.datasets.reader import dataset_runs, read_dataset
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine

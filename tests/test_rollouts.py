@@ -19,7 +19,7 @@ from cray_agents.loop.version_gate import GatedEngine, VersionGate
 from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
 from cray_agents.records import ModelVersion, Run
-from cray_agents.runtime.datasets import dataset_runs
+from cray_agents.runtime.datasets.reader import dataset_runs
 from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
 from tests.support.killable_loop import shape, site_loop, some_tasks

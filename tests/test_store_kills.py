@@ -20,7 +20,7 @@ import pytest
 
 from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
-from cray_agents.runtime.datasets import dataset_runs, list_datasets
+from cray_agents.runtime.datasets.reader import dataset_runs, list_datasets
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.segments.repair import check
 from tests.support.campaign import Campaign, kills

@@ -20,7 +20,7 @@ from cray_agents.loop.version_gate import VersionGate
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import ProbeReport, Run
-from cray_agents.runtime.scheduler.choose import missing_programs
+from cray_agents.runtime.scheduler.site_environment import missing_programs
 from cray_agents.server.platform_process import client, fetch, serving
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
 from cray_agents.training import Hyperparameters

@@ -26,7 +26,7 @@ from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.runtime.scheduler.site_environment import missing_programs
 from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.runtime.store import Store
-from cray_agents.server import replica_devices
+from cray_agents.server import replica_count
 from cray_agents.server.compose import slurm_hosts
 from cray_agents.server.platform_process import ReplicaCount
 from cray_agents.trainers.models.seed_model import make_seed_model
@@ -158,7 +158,7 @@ def test_jobs_need_slurm_and_their_gpus_divide_over_their_nodes(
     assert slurm_hosts(config, "m", 0, local) == []
     with pytest.raises(SetupError, match="slurm:2 needs Slurm, and this platform has local"):
         slurm_hosts(config, "m", 2, local)
-    monkeypatch.setattr(replica_devices, "has_gpu_build", lambda: True)
+    monkeypatch.setattr(replica_count, "has_gpu_build", lambda: True)
     wide = {"replica_nodes": 2, "engine_args": ["-tp", "16"]}
     (host,) = slurm_hosts(config.model_copy(update=wide), "m", 1, Slurm(tmp_path))
     command = host._command

@@ -20,7 +20,7 @@ from cray_agents.loop.methods import METHODS
 from cray_agents.loop.warmup import Tried, search
 from cray_agents.paths import Home
 from cray_agents.records import ModelVersion, Run
-from cray_agents.runtime.datasets import dataset_runs
+from cray_agents.runtime.datasets.reader import dataset_runs
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.testing import ScriptedEngine, make_tiny_model
 from cray_agents.trainers.job.journal import JobJournal

@@ -109,7 +109,6 @@ class McpConnection:
         import httpx2
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
-        from pydantic import ValidationError
 
         try:
             client = await self.client()
@@ -128,10 +127,7 @@ class McpConnection:
         except httpx2.HTTPError as error:
             await self._forget(client)
             raise ToolError(f"the MCP server of {tool} cannot be reached: {error}") from error
-        except (
-            ValidationError,
-            RuntimeError,
-        ) as error:  # it violates the protocol's schema
+        except (ValidationError, RuntimeError) as error:  # it violates the protocol's schema
             raise ToolError(f"the MCP server gave {tool} a wrong answer: {error}") from error
 
     async def _connect_once(self) -> "_Link":

@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 from pydantic_core import to_json
 
 from cray_agents.agent.agent import Agent
-from cray_agents.agent.handoffs import purpose, tool_name
+from cray_agents.agent.description import purpose, tool_name
 from cray_agents.agent.stream_events import (
     AgentEvent,
     ModelStarted,

@@ -2,7 +2,7 @@
 
 Each part of a path is opened from its parent, refusing symbolic links (openat with O_NOFOLLOW).
 Therefore no path leads out of the folder, even if files are exchanged meanwhile. Errors are
-ToolErrors, for a model. Called by workspace.py and passages.py.
+ToolErrors, for a model. Called by workspace.py and documents.py.
 """
 
 import contextlib

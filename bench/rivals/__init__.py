@@ -2,6 +2,6 @@
 
 `make bench ARGS="rivals gateway"` runs one part. Each part makes an environment for each rival,
 says which could not be had and why, and prints its table, with versions and commands.
-`CRAY_BENCH_ROUNDS`, `_LINES`, `_REQUESTS` and `_KILLS` make a part longer or shorter. catalog.py
+`CRAY_BENCH_ROUNDS`, `_LINES`, `_REQUESTS` and `_KILLS` make a part longer or shorter. exporter.py
 lists the parts.
 """

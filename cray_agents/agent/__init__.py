@@ -30,28 +30,4 @@ if TYPE_CHECKING:
     from cray_agents.engines.tool_calls import ConstrainedEngine as ConstrainedEngine
     from cray_agents.records import StopReason as StopReason
 
-__getattr__, __all__ = lazy_names(
-    __name__,
-    {
-        "agent.agent": ["Agent"],
-        "agent.environment": ["Environment", "WorkerEnvironment"],
-        "agent.hooks": ["Hooks"],
-        "agent.run_context": ["RunContext"],
-        "agent.sessions": ["FileSession", "MemorySession", "PlatformSession"],
-        "agent.stream_events": [
-            "AgentEvent",
-            "Handoff",
-            "LimitReached",
-            "ModelFinished",
-            "ModelStarted",
-            "RunEnded",
-            "TextDelta",
-            "ToolFinished",
-            "ToolStarted",
-        ],
-        "agent.trl_class": ["as_trl"],
-        "engines.tool_calls": ["ConstrainedEngine"],
-        "engines.openai_engine": ["OpenAIEngine"],
-        "records": ["StopReason"],
-    },
-)
+__getattr__, __all__ = lazy_names(__name__, __file__)

@@ -10,8 +10,7 @@ from typing import Unpack
 
 from cray_agents.agent import user_code
 from cray_agents.agent.conversation import execute
-from cray_agents.agent.description import AgentDescription
-from cray_agents.agent.handoffs import agent_tool, tool_name
+from cray_agents.agent.description import AgentDescription, agent_tool, tool_name
 from cray_agents.agent.run_context import Deps, RunContext
 from cray_agents.agent.run_state import RunOptions, pinned, start_run
 from cray_agents.agent.stream_events import AgentEvent, RunEnded

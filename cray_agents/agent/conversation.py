@@ -15,8 +15,8 @@ from typing import Any
 import tenacity
 
 from cray_agents.agent import hooks, user_code
+from cray_agents.agent.description import OutputError
 from cray_agents.agent.environment import WorkerEnvironment, begin, reply, tear_down
-from cray_agents.agent.output_types import OutputError
 from cray_agents.agent.run_state import RunState
 from cray_agents.agent.sessions import is_answered, without_system
 from cray_agents.agent.stream_events import (

@@ -3,7 +3,9 @@
 Read by run_state.py and conversation.py; agent.py adds the runs.
 """
 
+import json
 import os
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
@@ -23,12 +25,15 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    FiniteFloat,
     NonNegativeFloat,
     NonNegativeInt,
     PlainValidator,
     PositiveFloat,
     PositiveInt,
+    PydanticUserError,
     StringConstraints,
+    TypeAdapter,
     ValidationError,
     create_model,
 )
@@ -36,21 +41,87 @@ from pydantic_core import CoreSchema
 from pydantic_core.core_schema import is_instance_schema
 
 from cray_agents.agent.environment import EnvironmentMaker, WorkerEnvironment, declared_tools
-from cray_agents.agent.handoffs import handoff_tool
 from cray_agents.agent.hooks import Hooks
-from cray_agents.agent.output_types import OutputReader
 from cray_agents.agent.run_context import Deps, RunContext
-from cray_agents.agent.tool import Tool, as_tool
+from cray_agents.agent.tool import NAME, Tool, as_tool, tool
 from cray_agents.engines.tool_calls import (
     ParserCounts,
     ServerCapabilities,
     ToolCalls,
     with_tool_calls,
 )
-from cray_agents.errors import BadInput
+from cray_agents.errors import BadInput, CrayError, StoreError, SubagentError, ToolError
 from cray_agents.messages import read_messages
 from cray_agents.ports import ChatEngine
 from cray_agents.records import Message, Output, Run
+
+# ---- Output types: instructions and schema for the model, and the reading of its answer
+_SCALARS = (int, float, bool)
+_FENCE = re.compile(r"```\w*\n(.*)\n```", re.DOTALL)
+
+
+class OutputError(CrayError, ValueError):
+    """The model's answer is not of the agent's output type. The message is for the model."""
+
+    code = "output_error"
+
+
+class OutputReader:
+    """Reader of answers as `type_`.
+
+    A str is taken as it is; int, float and bool are read from the bare text; other types (pydantic
+    models, lists, ...) from JSON.
+
+    `constrain`: ask the server to hold answers to the type's JSON schema. Raises BadInput for a
+    type that pydantic cannot read from JSON.
+    """
+
+    def __init__(self, type_: Any, constrain: bool = True) -> None:
+        self.constrain = constrain
+        self._type = type_
+        self._bare = type_ is str or type_ in _SCALARS
+        try:
+            self._adapter: TypeAdapter[Any] = TypeAdapter(FiniteFloat if type_ is float else type_)
+            self._json_schema = {} if self._bare else self._adapter.json_schema()
+        except PydanticUserError as error:
+            raise BadInput(
+                f"output_type={type_!r}: {error.message.splitlines()[0]}", param="output_type"
+            ) from error
+
+    @property
+    def instructions(self) -> str:
+        """Instructions with the JSON schema of the answer, whose fields no model can guess."""
+        if self._bare:
+            return ""
+        return f"Answer with JSON alone, of this schema: {json.dumps(self._json_schema)}"
+
+    @property
+    def schema(self) -> dict[str, Any] | None:
+        """A request's `response_format`; None for types that are read from the bare text."""
+        if self._bare:
+            return None
+        name = re.sub(r"\W", "_", getattr(self._type, "__name__", "answer"), flags=re.ASCII)[:64]
+        schema = {"name": name, "schema": self._json_schema}
+        return {"type": "json_schema", "json_schema": schema}
+
+    def read(self, text: str) -> Any:
+        """Read an answer. Raises OutputError."""
+        if self._type is str:
+            return text
+        text = text.strip()
+        try:
+            if self._bare:
+                return self._adapter.validate_python(text)
+            fenced = _FENCE.fullmatch(text)
+            return self._adapter.validate_json(fenced[1] if fenced else text)
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            place = "".join(f"{part}: " for part in problem["loc"])
+            wanted = getattr(self._type, "__name__", str(self._type))
+            raise OutputError(
+                f"The answer is not of type {wanted}: {place}{problem['msg']}."
+            ) from error
+
 
 #: Sync or async.
 Recorder = Callable[[Run], Awaitable[None] | None]
@@ -294,3 +365,56 @@ def check_arguments(made: Any, kind: type, *read: str) -> None:
         messages = [problem["msg"] for problem in problems if problem["loc"][0] == name]
         why = " or ".join(dict.fromkeys(messages)).removeprefix("Value error, ")
         raise BadInput(f"{name}={getattr(made, name)!r}: {why}", param=name) from error
+
+
+# ---- Tools made of agents: to ask another agent, and to hand a run over to one. Called by agent.py
+RunAgent = Callable[[str, RunContext], Awaitable[Run]]
+
+
+def agent_tool(run: RunAgent, name: str, description: str, agent: str) -> Tool:
+    """A tool that runs an agent on an input, and answers with its output. See Agent.as_tool.
+
+    `agent` names the agent in errors.
+    """
+
+    async def ask(input: str, context: RunContext) -> Any:  # noqa: A002
+        try:
+            ended = await run(input, context)
+        except StoreError as error:
+            raise SubagentError(f"a run of {agent} could not be recorded: {error}") from error
+        if ended.error is not None and ended.error.infrastructure:
+            why = f"{ended.error.type}: {ended.error.message}"
+            raise SubagentError(f"{agent} was failed by the infrastructure: {why}")
+        if ended.output is None and ended.error is not None:
+            raise ToolError(f"{agent} came to no answer: {ended.error.message}")
+        if ended.output is None:
+            raise ToolError(f"{agent} came to no answer: {ended.stop_reason}")
+        return ended.output
+
+    if not NAME.fullmatch(name):
+        raise BadInput(f"a tool cannot be called {name!r}: give as_tool a name", param="name")
+    ask.__doc__ = purpose(agent, description)
+    return as_tool(tool(name=name, timeout=None)(ask))
+
+
+def handoff_tool(agent: str, description: str = "") -> Tool:
+    """A tool `transfer_to_<agent>`. Its call alone hands over: see conversation.py."""
+
+    def transfer() -> str:
+        return f"{agent} has taken over."
+
+    transfer.__doc__ = f"Hand this conversation over to {agent}. {description}".strip()
+    return as_tool(tool(name=f"transfer_to_{tool_name(agent)}"[:64], timeout=None)(transfer))
+
+
+def tool_name(agent: str) -> str:
+    """An agent's name as a tool may be called. Raises BadInput where no letter of it may stay."""
+    fit = re.sub(r"[^a-zA-Z0-9_-]+", "_", agent).strip("_")[:64]
+    if not NAME.fullmatch(fit):
+        raise BadInput(f"a tool cannot be called {fit!r}: give as_tool a name", param="name")
+    return fit
+
+
+def purpose(agent: str, description: str) -> str:
+    """The description of an agent that models are given."""
+    return description or f"Ask {agent}."

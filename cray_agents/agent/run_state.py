@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, Generic, TypedDict
 
 from cray_agents.agent import hooks
-from cray_agents.agent.description import AgentDescription, check_text
+from cray_agents.agent.description import AgentDescription, OutputError, check_text
 from cray_agents.agent.environment import WorkerEnvironment
 from cray_agents.agent.hooks import Hooks
-from cray_agents.agent.output_types import OutputError
 from cray_agents.agent.run_context import Deps, RunContext
 from cray_agents.agent.sessions import FileSession, Session, without_system
 from cray_agents.agent.stream_events import AgentEvent, LimitReached

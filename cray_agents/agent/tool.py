@@ -24,13 +24,7 @@ from pydantic_core import from_json, to_json
 from cray_agents.agent import user_code
 from cray_agents.agent.run_context import RunContext
 from cray_agents.agent.signatures import read_docstring, read_signature, unbound, untitled
-from cray_agents.errors import (
-    BadInput,
-    RealModelCall,
-    ReplayMismatch,
-    SubagentError,
-    ToolError,
-)
+from cray_agents.errors import BadInput, RealModelCall, ReplayMismatch, SubagentError, ToolError
 from cray_agents.records import ToolCall
 
 F = TypeVar("F", bound=Callable[..., Any])

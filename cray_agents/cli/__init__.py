@@ -3,7 +3,7 @@
 Commands that only look (models, runs, jobs) read the shared root directly. Commands that change
 something talk to the running platform. Only the modules of the command that is asked for are
 imported, which halves its time, and heavy imports wait until it needs them. To add a command, write
-a function in the module of its group, register it with `Commands.command` (options.py), and, for a
+a function in the module of its group, register it with `@commands.command` (options.py), and, for a
 new group, name it in COMMANDS.
 """
 
@@ -25,33 +25,33 @@ from cray_agents.errors import BadInput, CrayError, JobError, NotFound, RealMode
 if TYPE_CHECKING:
     app: Commands
 
-#: Each command or group of commands, and the modules that add it with their `add_to`.
+#: Each command or group of commands, and the module whose `commands` has it.
 COMMANDS = {
-    "demo": ("demo",),
-    "up": ("platform",),
-    "down": ("platform",),
-    "status": ("platform",),
-    "dashboard": ("dashboard",),
-    "doctor": ("doctor",),
-    "run": ("agents",),
-    "chat": ("agents",),
-    "mcp": ("agents",),
-    "env-worker": ("environments",),
-    "loop": ("loops",),
-    "eval": ("loops",),
-    "models": ("models",),
-    "jobs": ("jobs",),
-    "plan": ("plan",),
-    "why": ("why",),
-    "runs": ("runs", "rewards"),
-    "scan": ("scan",),
-    "dataset": ("datasets",),
-    "export": ("export",),
-    "import": ("imports",),
-    "batch": ("batch",),
-    "usage": ("usage",),
-    "keys": ("keys",),
-    "maintain": ("maintenance",),
+    "demo": "demo",
+    "up": "platform",
+    "down": "platform",
+    "status": "platform",
+    "dashboard": "dashboard",
+    "doctor": "doctor",
+    "run": "agents",
+    "chat": "agents",
+    "mcp": "agents",
+    "env-worker": "environments",
+    "loop": "loops",
+    "eval": "loops",
+    "models": "models",
+    "jobs": "jobs",
+    "plan": "plan",
+    "why": "why",
+    "runs": "rewards",
+    "scan": "scan",
+    "dataset": "datasets",
+    "export": "export",
+    "import": "imports",
+    "batch": "batch",
+    "usage": "usage",
+    "keys": "keys",
+    "maintain": "maintenance",
 }
 
 
@@ -83,12 +83,10 @@ def take_options(
 @functools.cache
 def make_app(*names: str) -> Commands:
     """Return the command line with these commands of COMMANDS, whose modules alone are imported."""
-    made = Commands(
-        name="cray-agents", cls=RootGroup, no_args_is_help=True, pretty_exceptions_enable=False
-    )
+    made = Commands("cray-agents", cls=RootGroup, pretty_exceptions_enable=False)
     made.callback()(take_options)
-    for module in dict.fromkeys(module for name in names for module in COMMANDS[name]):
-        importlib.import_module(f"{__name__}.{module}").add_to(made)
+    for module in dict.fromkeys(COMMANDS[name] for name in names):
+        made.add_typer(importlib.import_module(f"{__name__}.{module}").commands)
     return made
 
 

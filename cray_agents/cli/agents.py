@@ -20,15 +20,9 @@ import typer
 
 from cray_agents.agent.agent import Agent
 from cray_agents.agent.sessions import FileSession, MemorySession, Session
-from cray_agents.cli.conversation_view import (
-    TerminalChat,
-    answer,
-    as_text,
-    has_answer,
-    report,
-)
+from cray_agents.cli.conversation_view import TerminalChat, answer, as_text, has_answer, report
 from cray_agents.cli.options import Commands, given, key_value
-from cray_agents.cli.screen import disarm, errors, print_json, settings
+from cray_agents.cli.screen import disarm, note, print_json, settings
 from cray_agents.cli.user_files import load
 from cray_agents.engines.openai_engine import OpenAIEngine
 from cray_agents.errors import BadInput
@@ -61,13 +55,10 @@ SessionOption = Annotated[
 ]
 
 
-def add_to(app: Commands) -> None:
-    """Register the commands."""
-    app.command("run", takes="json url")(run_agent)
-    app.command("chat", takes="url")(chat)
-    app.command("mcp", takes="url")(serve_mcp)
+commands = Commands()
 
 
+@commands.command("run", takes="json url")
 def run_agent(
     file: AgentFile,
     question: Annotated[
@@ -109,6 +100,7 @@ def run_agent(
         raise typer.Exit(1)
 
 
+@commands.command("chat", takes="url")
 def chat(
     file: AgentFile,
     task: TaskOption = None,
@@ -126,6 +118,7 @@ def chat(
         TerminalChat(agent, memory, task=request, forget=forget).run()
 
 
+@commands.command("mcp", takes="url")
 def serve_mcp(
     file: AgentFile,
     http: Annotated[
@@ -149,7 +142,7 @@ def serve_mcp(
             agent = stack.enter_context(with_engine(load_agent(file)))
             server = agent_server(agent)
         if http:
-            serve_http(server, port or 0, lambda at: errors.print(f"MCP server: {at}"))
+            serve_http(server, port or 0, lambda at: note(f"MCP server: {at}"))
         else:
             serve_stdio(server)
 

@@ -11,8 +11,7 @@ import typer
 from rich.progress import MofNCompleteColumn
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.platform_access import found_platform
-from cray_agents.cli.screen import console, print_json, progress_bar, show, when
+from cray_agents.cli.screen import found_platform, print_json, progress_bar, say, show, when
 from cray_agents.errors import BadInput, EngineUnavailable, NotFound
 from cray_agents.exact_json import load_json
 from cray_agents.platform.client import Platform
@@ -36,15 +35,10 @@ ErrorsOption = Annotated[
     typer.Option("--errors", help="Write the failed lines to this file; - for the screen."),
 ]
 
-batch = Commands(no_args_is_help=True, help="Batches of requests: run, status.")
+commands = Commands("batch", help="Batches of requests: run, status.")
 
 
-def add_to(app: Commands) -> None:
-    """Register the command group."""
-    app.add_typer(batch, name="batch")
-
-
-@batch.command("run", takes="json url")
+@commands.command("run", takes="json url")
 def run(
     file: Annotated[
         Path,
@@ -81,7 +75,7 @@ def run(
         exit_unless_completed(entry)
 
 
-@batch.command("status", takes="json url")
+@commands.command("status", takes="json url")
 def status(
     batch_id: Annotated[
         str | None,
@@ -178,10 +172,10 @@ def print_batch(entry: Any) -> None:
     show([table_row(entry)], COLUMNS)
     for name in ("output_file_id", "error_file_id"):
         if value := getattr(entry, name):
-            console.print(f"{name}: {value}", highlight=False)
+            say(f"{name}: {value}")
     for problem in entry.errors.data if entry.errors else []:
         line = f"line {problem.line}: " if problem.line else ""
-        console.print(f"{line}{problem.code}: {problem.message}", markup=False, highlight=False)
+        say(f"{line}{problem.code}: {problem.message}")
 
 
 def exit_unless_completed(entry: Any) -> None:

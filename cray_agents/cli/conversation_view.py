@@ -78,7 +78,7 @@ def _show(event: AgentEvent) -> None:
 
 def _print(text: str, style: str = "") -> None:
     safe = Text(disarm(text), style)
-    console.print(safe, end="", soft_wrap=True, highlight=False)
+    console.print(safe, end="", soft_wrap=True)
 
 
 def _shorten(text: str) -> str:
@@ -151,7 +151,7 @@ class TerminalChat:
         command, _, rest = line.partition(" ")
         match command:
             case "/help":
-                console.print(_HELP, markup=False, highlight=False)
+                console.print(_HELP, markup=False)
             case "/reset":
                 self._memory = MemorySession()
                 console.print("(a new conversation)")

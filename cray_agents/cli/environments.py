@@ -17,11 +17,10 @@ from cray_agents.errors import BadInput, SetupError
 LAUNCHER = Path(__file__).parents[1] / "env_worker" / "launcher.py"
 
 
-def add_to(app: Commands) -> None:
-    """Register the command."""
-    app.command("env-worker", takes="url")(work)
+commands = Commands()
 
 
+@commands.command("env-worker", takes="url")
 def work(
     adapter: Annotated[
         str, typer.Option(help="Its framework: trl, inspect, verifiers or openenv.")

@@ -11,20 +11,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.progress import MofNCompleteColumn, TextColumn
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.screen import check_stored, errors, progress_bar, settings, size
+from cray_agents.cli.screen import check_stored, errors, note, progress_bar, settings, size
 from cray_agents.cli.where import WhereOption, parse_where
 from cray_agents.errors import BadInput
-from cray_agents.runtime.exports.formats.catalog import FORMATS
+from cray_agents.runtime.exports import exporter
+from cray_agents.runtime.exports.export_files import SHARD_SIZE, ExportProgress, OnProgress
+from cray_agents.runtime.exports.exporter import FORMATS, Summary
+from cray_agents.runtime.exports.losses import ExportCounts, LossRules, describe_losses
 from cray_agents.server.permissions import make_private
-
-if TYPE_CHECKING:
-    from cray_agents.runtime.exports.exporter import ExportProgress, OnProgress, Summary
 
 SAY_EVERY = 10.0  # seconds between lines of progress where there is no terminal
 
@@ -36,15 +36,6 @@ What a format leaves out is told at the end.
 Formats:
 """ + "\n".join(f"{each.name:<22} {each.title}" for each in FORMATS.values())
 
-RunsArgument = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[RUN]...",
-        help="The ids of the runs to export \\[default: all that match].",
-        show_default=False,
-    ),
-]
-FormatOption = Annotated[str, typer.Option("--format", "-f", help="One of those above.")]
 OutputOption = Annotated[
     Path | None,
     typer.Option(
@@ -54,52 +45,49 @@ OutputOption = Annotated[
         "Without it lines go to stdout.",
     ),
 ]
-DatasetOption = Annotated[
-    str | None, typer.Option("--dataset", help="Export this dataset, not runs.")
-]
-SplitOption = Annotated[
-    str | None,
-    typer.Option("--split", help="With --dataset: its split, train or validation [train]."),
-]
-StrictOption = Annotated[bool, typer.Option("--strict", help="Take a loss for an error.")]
-AllowOption = Annotated[
-    list[str] | None,
-    typer.Option("--allow", help="With --strict: allow the loss of this code; repeatable."),
-]
-SkipMissingOption = Annotated[
-    bool, typer.Option("--skip-missing", help="Leave out runs that were pruned or are damaged.")
-]
-SkipUnsupportedOption = Annotated[
-    bool, typer.Option("--skip-unsupported", help="Leave out runs that the format cannot carry.")
-]
-ShardOption = Annotated[
-    int | None, typer.Option("--shard-size", min=1, help="The rows of a Parquet shard [10000].")
-]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors.")]
 
 
-def add_to(app: Commands) -> None:
-    """Register the command."""
-    app.command("export", help=HELP)(export)
+commands = Commands()
 
 
+@commands.command("export", help=HELP)
 def export(
-    runs: RunsArgument = None,
-    form: FormatOption = "jsonl",
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN]...",
+            help="The ids of the runs to export \\[default: all that match].",
+            show_default=False,
+        ),
+    ] = None,
+    form: Annotated[str, typer.Option("--format", "-f", help="One of those above.")] = "jsonl",
     output: OutputOption = None,
-    dataset: DatasetOption = None,
-    split: SplitOption = None,
+    dataset: Annotated[
+        str | None, typer.Option("--dataset", help="Export this dataset, not runs.")
+    ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option("--split", help="With --dataset: its split, train or validation [train]."),
+    ] = None,
     terms: WhereOption = None,
-    strict: StrictOption = False,
-    allow: AllowOption = None,
-    skip_missing: SkipMissingOption = False,
-    skip_unsupported: SkipUnsupportedOption = False,
-    shard_size: ShardOption = None,
-    quiet: QuietOption = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Take a loss for an error.")] = False,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option("--allow", help="With --strict: allow the loss of this code; repeatable."),
+    ] = None,
+    skip_missing: Annotated[
+        bool, typer.Option("--skip-missing", help="Leave out runs that were pruned or are damaged.")
+    ] = False,
+    skip_unsupported: Annotated[
+        bool,
+        typer.Option("--skip-unsupported", help="Leave out runs that the format cannot carry."),
+    ] = False,
+    shard_size: Annotated[
+        int | None, typer.Option("--shard-size", min=1, help="The rows of a Parquet shard [10000].")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors.")] = False,
 ) -> None:
     """See HELP."""
-    from cray_agents.runtime.exports import exporter
-
     chosen = exporter.format_named(form)
     config = settings()
     root = config.root
@@ -121,7 +109,7 @@ def export(
         if runs and terms:
             raise BadInput("--where does not go with the names of runs", param="where")
         source = exporter.open_runs(root, chosen_runs, skip_missing, runs or ())
-    rules = exporter.LossRules(strict, frozenset(allow or ()), skip_unsupported)
+    rules = LossRules(strict, frozenset(allow or ()), skip_unsupported)
     with _show_progress(quiet) as on_progress:
         if output is None:
             summary = _to_stdout(source, chosen, rules, on_progress)
@@ -132,7 +120,7 @@ def export(
                     chosen,
                     output,
                     rules=rules,
-                    shard_size=shard_size or exporter.SHARD_SIZE,
+                    shard_size=shard_size or SHARD_SIZE,
                     on_progress=on_progress,
                 )
             except OSError as error:  # it names a draft
@@ -144,27 +132,25 @@ def export(
     elif not quiet:
         _print_summary(summary, output)
         if dataset is not None and split is None and exporter.has_validation(root, dataset):
-            errors.print("  the dataset's validation split is not in it: --split validation")
+            note("  the dataset's validation split is not in it: --split validation")
 
 
-def _to_stdout(source: Any, form: Any, rules: Any, on_progress: Any) -> "Summary":
+def _to_stdout(source: Any, form: Any, rules: Any, on_progress: Any) -> Summary:
     """Stream lines to stdout; the reader may stop early, as `head` does."""
-    from cray_agents.runtime.exports import exporter
-
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    counts, written = exporter.ExportCounts(rules), 0
+    counts, written = ExportCounts(rules), 0
     for data in exporter.stream(source, form, counts, on_progress):
         sys.stdout.buffer.write(data)
         written += len(data)
     sys.stdout.buffer.flush()
-    losses = exporter.describe_losses(counts.losses)
+    losses = describe_losses(counts.losses)
     summary: Summary = exporter.Summary(counts.records, counts.runs, 1, written, losses)
     return summary
 
 
 @contextmanager
-def _show_progress(quiet: bool) -> Iterator["OnProgress"]:
+def _show_progress(quiet: bool) -> Iterator[OnProgress]:
     """Show progress: a bar on a terminal, a line every SAY_EVERY seconds in a log."""
     if quiet:
         yield lambda progress: None
@@ -185,23 +171,18 @@ class _Lines:
     def __init__(self) -> None:
         self._last_print = time.monotonic()
 
-    def __call__(self, now: "ExportProgress") -> None:
+    def __call__(self, now: ExportProgress) -> None:
         if time.monotonic() - self._last_print > SAY_EVERY:
             self._last_print = time.monotonic()
             total = f" of {now.total:,}" if now.total is not None else ""
-            errors.print(f"{now.runs:,}{total} runs, {size(now.bytes)}", highlight=False)
+            note(f"{now.runs:,}{total} runs, {size(now.bytes)}")
 
 
-def _print_summary(summary: "Summary", output: Path | None) -> None:
+def _print_summary(summary: Summary, output: Path | None) -> None:
     """Print the counts of an export and its losses."""
     destination = f" to {output}" if output else ""
-    errors.print(
-        f"{summary.records:,} records of {summary.runs:,} runs, {size(summary.bytes)}"
-        f"{destination}",
-        highlight=False, soft_wrap=True, markup=False,
-    )  # fmt: skip
+    note(
+        f"{summary.records:,} records of {summary.runs:,} runs, {size(summary.bytes)}{destination}"
+    )
     for code, loss in summary.losses.items():
-        errors.print(
-            f"  {loss.count:,} times: {loss.sentence} ({code})", highlight=False, soft_wrap=True,
-            markup=False,
-        )  # fmt: skip
+        note(f"  {loss.count:,} times: {loss.sentence} ({code})")

@@ -9,7 +9,7 @@ import typer
 from rich.progress import DownloadColumn
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.screen import console, errors, make_store, print_json, progress_bar, settings
+from cray_agents.cli.screen import make_store, note, print_json, progress_bar, say, settings
 from cray_agents.errors import BadInput
 from cray_agents.records import Split
 
@@ -19,11 +19,10 @@ if TYPE_CHECKING:
 FORMATS = "openai (chats, preferences), sharegpt, atif, openenv, jsonl (whole records, by `export`)"
 
 
-def add_to(app: Commands) -> None:
-    """Register the command."""
-    app.command("import")(import_runs)
+commands = Commands()
 
 
+@commands.command("import")
 def import_runs(
     file: Annotated[
         Path,
@@ -55,19 +54,13 @@ def import_runs(
         print_json(asdict(done))
         return
     duplicates = f"; {done.duplicates} were there already" if done.duplicates else ""
-    console.print(
-        f"{done.runs} runs imported, {done.calls} model calls{duplicates}", highlight=False
-    )
+    say(f"{done.runs} runs imported, {done.calls} model calls{duplicates}")
     if done.replaced:
-        errors.print(
-            f'in {done.replaced} records half a character (a lone surrogate) became "?"',
-            highlight=False,
-        )
+        note(f'in {done.replaced} records half a character (a lone surrogate) became "?"')
     if done.forgotten:
-        errors.print(
+        note(
             f"{done.forgotten} events are of runs that were forgotten here: import them again "
-            "after `cray-agents maintain compact`",
-            highlight=False,
+            "after `cray-agents maintain compact`"
         )
 
 

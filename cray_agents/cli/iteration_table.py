@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cray_agents.cli.screen import clock, errors
+from cray_agents.cli.screen import clock, errors, note
 from cray_agents.iteration import Iteration, LoopProgress
 
 #: The columns, which need no knowledge of training.
@@ -72,12 +72,8 @@ class LoopScreen:
             self._phase_started = time.monotonic()
             if self._enabled and not self._in_place:
                 total = f" ({now.total})" if now.total else ""
-                note = f" {now.note}" if now.note else ""
-                errors.print(
-                    f"{clock(self.elapsed)} iteration {now.iteration}: {now.phase}{total}{note}",
-                    highlight=False,
-                    soft_wrap=True,
-                )
+                why = f" {now.note}" if now.note else ""
+                note(f"{clock(self.elapsed)} iteration {now.iteration}: {now.phase}{total}{why}")
 
     def iteration(self, iteration: Iteration) -> None:
         """Show an iteration that ended."""
@@ -86,7 +82,7 @@ class LoopScreen:
             cells = row(iteration)
             columns = [name for name in COLUMNS[:-1] if cells[name] != "-"]
             text = "  ".join([*(f"{name} {cells[name]}" for name in columns), cells["outcome"]])
-            errors.print(f"{clock(self.elapsed)} {text}", highlight=False, soft_wrap=True)
+            note(f"{clock(self.elapsed)} {text}")
 
     def draw(self) -> RenderableType:
         """Return the table with the line about the current phase."""

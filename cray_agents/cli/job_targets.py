@@ -11,16 +11,16 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cray_agents.cli.event_stream import NewEvents
 from cray_agents.cli.job_page import sentence
-from cray_agents.cli.screen import errors, line
+from cray_agents.cli.screen import line, note
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, EngineTimeout, EngineUnavailable, SetupError
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import durable
-from cray_agents.runtime.disk.journal import Tail
+from cray_agents.runtime.disk.journal import Tail, parse_line
 from cray_agents.server.platform_process import (
     SUBMITTER,
     client,
@@ -83,11 +83,6 @@ def with_trainer_choices(config: Config, spec: JobSpec) -> JobSpec:
     return decide_hyperparameters(spec, config.root, resources)
 
 
-def say(text: str) -> None:
-    """Print a line of the command's own on stderr."""
-    errors.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
 class PlatformTrainer:
     """The trainer of a running platform, with the methods that this command calls."""
 
@@ -128,8 +123,10 @@ def _train_on_platform(
     try:
         status = following.print_until_end(trainer, (*UNDER_WAY, "paused"))
     except KeyboardInterrupt:
-        say(f"{status.id} goes on: `cray-agents jobs logs -f {status.id}` follows it, and"
-            f" `cray-agents jobs pause {status.id}` halts it")  # fmt: skip
+        note(
+            f"{status.id} goes on: `cray-agents jobs logs -f {status.id}` follows it, and"
+            f" `cray-agents jobs pause {status.id}` halts it"
+        )
         raise
     time.sleep(POLL)  # a job records its end before its last events and log lines
     following.print_new(last=True)
@@ -174,19 +171,19 @@ def _make_trainer(config: Config, scheduler: "Slurm | LocalProcesses") -> "Megat
     from cray_agents.trainers.planning.cluster_resources import resources_of
 
     resources = resources_of(config, here=scheduler.on_this_host, host_gpus=scheduler.gpus)
-    say(f"scheduler: {scheduler.reason}; trainer: {resources}")
+    note(f"scheduler: {scheduler.reason}; trainer: {resources}")
     return MegatronTrainer(config.root, scheduler, resources, failures=failure_settings(config))
 
 
 def _save_and_stop(trainer: "MegatronTrainer", following: "Following", job_id: str) -> JobStatus:
     """Let the job save a resume point and end."""
-    say("saving where it stands (Ctrl-C again: end at once)")
+    note("saving where it stands (Ctrl-C again: end at once)")
     with contextlib.suppress(BadInput):  # the job has ended meanwhile
         trainer.pause(job_id)
     status = following.print_until_end(trainer, UNDER_WAY)
     if status.state == "paused":
         progress = f"saved after step {status.step} of {status.steps}"
-        say(f"{job_id} is {progress}: the same command again goes on from there")
+        note(f"{job_id} is {progress}: the same command again goes on from there")
     return status
 
 
@@ -259,11 +256,63 @@ def _begin(
         following = Following(JobJournal(home, status.id), spec.hyperparameters.steps)
     if status.state == "paused":
         status = trainer.resume(status.id)
-    say(f"{status.id} is {status.state}")
+    note(f"{status.id} is {status.state}")
     return following, status
 
 
 def _detach(status: JobStatus) -> JobStatus:
     """Say how to follow the job, and return its status."""
-    say(f"`cray-agents jobs logs -f {status.id}` follows it")
+    note(f"`cray-agents jobs logs -f {status.id}` follows it")
     return status
+
+
+# ---- Event stream of a training job: its new events and log lines, for `jobs logs`
+# Only files of the shared root are read, so any host can follow a job, with or without a platform.
+# A restart replaces events.jsonl (JobJournal.rewind) and empties the logs of ranks. The readers
+# notice both.
+
+
+class NewEvents:
+    """A reader of a job's events, each once, although a restart writes the old ones again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file = path, Tail(path)
+        self._seen: set[tuple[Any, ...]] = set()
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the events since the last read, in order."""
+        new = []
+        for text in self._file.read():
+            event: dict[str, Any] = parse_line(text, self._path)
+            key = (event["time"], event["event"], event.get("step"))
+            if key not in self._seen:
+                self._seen.add(key)
+                new.append(event)
+        return new
+
+
+def stream_job(
+    journal: JobJournal, log: Path, tail: int, *, events: bool = True, follow: bool = False
+) -> Iterator[dict[str, Any] | str]:
+    """Yield the last `tail` events of a job and lines of a log; with `follow`, all later ones.
+
+    A dict is an event, a string is a log line. Following ends when the job has ended.
+    """
+    new_events, new_lines = NewEvents(journal.events_file), Tail(log)
+    first, ended = True, not follow
+    while True:
+        # a job records its end before its last events and log lines: read once more after it
+        over, ended = ended, has_ended(journal)
+        fresh = new_events.read() if events else []
+        lines = [text.decode(errors="replace") for text in new_lines.read(last=over)]
+        yield from fresh[-tail:] if first else fresh
+        yield from lines[-tail:] if first else lines
+        if over:
+            return
+        first = False
+        time.sleep(POLL)
+
+
+def has_ended(journal: JobJournal) -> bool:
+    """Tell whether a job succeeded, failed or was cancelled."""
+    return journal.cancelled or journal.status() is not None

@@ -1,7 +1,7 @@
 """`jobs`: submit, list, show, follow and control training jobs of the shared root.
 
 Only `pause`, `resume` and `cancel` need the running platform; `submit` uses it, if there is one.
-Read next: submit.py, event_stream.py, job_page.py, job_hardware.py.
+Read next: submit.py, job_targets.py, job_page.py.
 """
 
 import json
@@ -10,30 +10,22 @@ from typing import Annotated, Any
 
 import typer
 
+from cray_agents.cli.job_page import job_report, print_hardware, print_page, read_hardware, sentence
+from cray_agents.cli.job_targets import has_ended, stream_job
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.screen import (
-    console,
-    errors,
-    line,
-    print_json,
-    root,
-    settings,
-    show,
-    when,
-)
+from cray_agents.cli.screen import line, note, print_json, root, say, settings, show, when
 from cray_agents.cli.submit import submit
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, JobError, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
-from cray_agents.server.platform_process import (
-    ask_once,
-    client,
-    command,
-    owner,
-    running,
-    submitter,
-)
+from cray_agents.runtime.disk.checksums import list_whole
+from cray_agents.runtime.scheduler.site_environment import with_shared_root
+from cray_agents.runtime.scheduler.slurm import Slurm
+from cray_agents.runtime.store.index import identity_of
+from cray_agents.server.platform_process import ask_once, client, command, owner, running, submitter
+from cray_agents.trainers.job.job_state import read_handover, read_status
+from cray_agents.trainers.job.journal import CommandJournal, JobJournal
 from cray_agents.training_jobs import JobStatus
 
 COLUMNS = ["id", "scheduler_job_id", "method", "state", "done", "loss_last", "when"]
@@ -44,29 +36,19 @@ JobId = Annotated[
     typer.Argument(help="The job as `jobs list` shows it, its first letters, or Slurm's number."),
 ]
 
-jobs = Commands(
-    no_args_is_help=True,
-    help="Training jobs: submit, list, show, logs, pause, resume, cancel.",
-)
-jobs.command("submit")(submit)
+commands = Commands("jobs", help="Training jobs: submit, list, show, logs, pause, resume, cancel.")
+commands.command("submit")(submit)
 
 
-def add_to(app: Commands) -> None:
-    """Register the command group."""
-    app.add_typer(jobs, name="jobs")
-
-
-@jobs.command("list")
+@commands.command("list")
 def list_jobs() -> None:
     """List training jobs, oldest first."""
-    from cray_agents.runtime.disk.checksums import list_whole
-
     home = root()
     rows = list_whole(job_ids(home), lambda name: job_row(home, name))
     show(rows.rows, COLUMNS, damaged=rows.damaged)
 
 
-@jobs.command("show")
+@commands.command("show")
 def show_job(
     job_id: JobId,
     hardware: Annotated[
@@ -91,13 +73,9 @@ def show_job(
     if script:
         print_script(settings(), name)
     elif hardware:
-        from cray_agents.cli.job_hardware import print_hardware, read_hardware
-
         hardware_facts = read_hardware(home, name, POINTS)
         print_json(hardware_facts) if given().json else print_hardware(hardware_facts)
     else:
-        from cray_agents.cli.job_page import job_report, print_page
-
         report = job_report(home, name)
         print_json(report) if given().json else print_page(report)
 
@@ -107,10 +85,6 @@ def print_script(config: Config, job_id: str) -> None:
 
     Raises NotFound, and SchedulerError for a job that no Slurm could run.
     """
-    from cray_agents.runtime.scheduler.site_environment import with_shared_root
-    from cray_agents.runtime.scheduler.slurm import Slurm
-    from cray_agents.runtime.store.index import identity_of
-    from cray_agents.trainers.job.journal import JobJournal
     from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
     from cray_agents.trainers.planning.cluster_resources import resources_of
 
@@ -125,7 +99,7 @@ def print_script(config: Config, job_id: str) -> None:
     print(slurm.script(trainer.command_of(JobJournal(home, job_id).spec())), end="")
 
 
-@jobs.command("logs")
+@commands.command("logs")
 def job_logs(
     job_id: JobId,
     follow: Annotated[
@@ -145,10 +119,6 @@ def job_logs(
 
     With --json the events alone, one a line.
     """
-    from cray_agents.cli.event_stream import has_ended, stream_job
-    from cray_agents.cli.job_page import sentence
-    from cray_agents.trainers.job.journal import JobJournal
-
     home = root()
     journal = JobJournal(home, named_job(home, job_id))
     spec = journal.spec()
@@ -159,7 +129,7 @@ def job_logs(
         ranks = f"its ranks are 0 to {spec.layout.world - 1}"
         raise BadInput(f"{journal.job_id} has no rank {rank}; {ranks}", param="rank")
     if follow and not has_ended(journal) and not restarts_jobs(home):
-        errors.print(f"no platform runs on {home.root}: a job that dies is not started again")
+        note(f"no platform runs on {home.root}: a job that dies is not started again")
     for item in stream_job(journal, log, tail, events=rank is None, follow=follow):
         if isinstance(item, str):
             if not given().json:
@@ -172,19 +142,19 @@ def job_logs(
         report_end(home, journal.job_id)
 
 
-@jobs.command("pause", takes="")
+@commands.command("pause", takes="")
 def pause_job(job_id: JobId) -> None:
     """Let a job save where it stands and end its processes; it stays so until `jobs resume`."""
     print_state(call_platform(job_id, Platform.pause_job))
 
 
-@jobs.command("resume", takes="")
+@commands.command("resume", takes="")
 def resume_job(job_id: JobId) -> None:
     """Let a paused job go on from where it was paused."""
     print_state(call_platform(job_id, Platform.resume_job))
 
 
-@jobs.command("cancel", takes="")
+@commands.command("cancel", takes="")
 def cancel_job(job_id: JobId) -> None:
     """End a job for good; one that has ended stays what it is."""
     print_state(call_platform(job_id, Platform.cancel_job))
@@ -205,8 +175,6 @@ def call_platform(
 def _without_platform(home: Home, job_id: str) -> str:
     """Say how a job stands without a platform, and how to pause, resume or end it."""
     from cray_agents.runtime.scheduler.choose import site_cluster
-    from cray_agents.trainers.job.job_state import read_handover, read_status
-    from cray_agents.trainers.job.journal import JobJournal
 
     status = read_status(home, job_id)
     if status.state in ("succeeded", "failed", "cancelled"):
@@ -238,19 +206,17 @@ def restarts_jobs(home: Home) -> bool:
 
 def print_state(job: JobStatus) -> None:
     """Print the state of a job; pausing takes as long as the present step and a save."""
-    console.print(f"{job.id} is {job.state} at step {job.step} of {job.steps}")
+    say(f"{job.id} is {job.state} at step {job.step} of {job.steps}")
 
 
 def report_end(home: Home, job_id: str) -> None:
     """Say on stderr how a job ended. Raises JobError unless it succeeded."""
-    from cray_agents.trainers.job.job_state import read_status
-
     status = read_status(home, job_id)
     if status.state != "succeeded":
         why = f": {status.error}" if status.error else f" at step {status.step}"
         raise JobError(f"{job_id} {status.state}{why}")
     trained = f"{status.steps} steps, {status.trained_tokens:,} tokens"
-    errors.print(f"{job_id} succeeded: {trained}, checkpoint {status.checkpoint}", highlight=False)
+    note(f"{job_id} succeeded: {trained}, checkpoint {status.checkpoint}")
 
 
 def named_job(home: Home, given: str) -> str:
@@ -258,9 +224,6 @@ def named_job(home: Home, given: str) -> str:
 
     Raises NotFound, and BadInput when several jobs match.
     """
-    from cray_agents.trainers.job.job_state import read_handover
-    from cray_agents.trainers.job.journal import JobJournal
-
     ids = job_ids(home)
     if given in ids:
         return given
@@ -284,9 +247,6 @@ def job_ids(home: Home) -> list[str]:
 
 def job_row(home: Home, name: str) -> dict[str, Any]:
     """Return a job's status, method, dataset, parent and submission time. Raises Corrupt."""
-    from cray_agents.trainers.job.job_state import read_status
-    from cray_agents.trainers.job.journal import CommandJournal, JobJournal
-
     status, journal = read_status(home, name), JobJournal(home, name)
     spec = journal.spec()
     by_commands = spec.commands is not None

@@ -9,23 +9,17 @@ import socket
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.screen import console, errors, open_root, root, settings, show, user, when
+from cray_agents.cli.screen import note, open_root, root, say, settings, show, user, when
 from cray_agents.paths import Home
 
 ReasonOption = Annotated[str, typer.Option(help="The reason, for the audit log.")]
 
-keys = Commands(no_args_is_help=True, help="API keys: create, list, revoke.")
+commands = Commands("keys", help="API keys: create, list, revoke.")
 
 
-def add_to(app: Commands) -> None:
-    """Register the command group."""
-    app.add_typer(keys, name="keys")
-
-
-@keys.command("create")
+@commands.command("create")
 def create(
     name: Annotated[str, typer.Argument(help="The name of the key: whose it is, or what for.")],
     role: Annotated[
@@ -45,15 +39,14 @@ def create(
     if given().json:
         print(json.dumps({**record.model_dump(mode="json"), "secret": secret}))
         return
-    errors.print(
-        f"the key {escape(name)} ({role}); its secret is kept nowhere, so note it now. Clients take"
-        " it as api_key, or from OPENAI_API_KEY; cray-agents itself from CRAY_AGENTS_API_KEY.",
-        soft_wrap=True,
+    note(
+        f"the key {name} ({role}); its secret is kept nowhere, so note it now. Clients take"
+        " it as api_key, or from OPENAI_API_KEY; cray-agents itself from CRAY_AGENTS_API_KEY."
     )
     print(secret)
 
 
-@keys.command("list")
+@commands.command("list")
 def list_keys() -> None:
     """List every key that was ever made, without its secret."""
     from cray_agents.runtime.gateway.http.api_keys import Keys
@@ -74,7 +67,7 @@ def list_keys() -> None:
     show(rows, columns, damaged=known.damaged())
 
 
-@keys.command("revoke", takes="")
+@commands.command("revoke", takes="")
 def revoke(
     key: Annotated[str, typer.Argument(help="The key's name or id, as `keys list` shows it.")],
     reason: ReasonOption = "",
@@ -85,7 +78,7 @@ def revoke(
     opened = open_root(settings())
     for record in Keys(opened).revoke(key):
         _note(opened, "keys revoke", record.id, record.name, reason)
-        console.print(f"revoked {escape(record.name)} ({record.id})", soft_wrap=True)
+        say(f"revoked {record.name} ({record.id})")
 
 
 def _note(home: Home, action: str, key: str, name: str, reason: str) -> None:

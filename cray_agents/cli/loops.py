@@ -20,10 +20,11 @@ from cray_agents.cli.iteration_table import LEGEND, LoopScreen, disagreement, it
 from cray_agents.cli.options import Commands, given
 from cray_agents.cli.screen import (
     console,
-    errors,
+    note,
     print_json,
     print_table,
     progress_bar,
+    say,
     settings,
 )
 from cray_agents.cli.user_files import find, load
@@ -36,6 +37,8 @@ from cray_agents.platform.client import Platform
 from cray_agents.promotion.figures import Estimate
 from cray_agents.server.platform_process import running
 
+commands = Commands()
+
 
 async def next_update(platform: Platform, loop: str) -> int:
     """Return the number of the next update: at least 1, since 0 is the model before training."""
@@ -44,17 +47,9 @@ async def next_update(platform: Platform, loop: str) -> int:
     return max(1, len(recorded))
 
 
-LoopFile = Annotated[Path, typer.Argument(help="A Python file that defines `loop`.")]
-
-
-def add_to(app: Commands) -> None:
-    """Register the commands."""
-    app.command("loop", takes="json url")(loop)
-    app.command("eval", takes="json url")(evaluate)
-
-
+@commands.command("loop", takes="json url")
 def loop(
-    file: LoopFile,
+    file: Annotated[Path, typer.Argument(help="A Python file that defines `loop`.")],
     iterations: Annotated[
         int | None,
         typer.Option(
@@ -112,9 +107,9 @@ def loop(
         console.print(text, style="dim", soft_wrap=True)
     for iteration in done:
         for remark in iteration.remarks:
-            console.print(f"iteration {iteration.iteration}: {remark}", soft_wrap=True)
+            say(f"iteration {iteration.iteration}: {remark}")
     if done[-1].stopped:
-        console.print(f"stopped: {done[-1].stopped}")
+        say(f"stopped: {done[-1].stopped}")
     print_next_steps(chosen, done, _agent_target(module, chosen, file))
 
 
@@ -138,12 +133,12 @@ def print_next_steps(loop: Loop, done: list[Iteration], agent: str | None) -> No
             steps["promote it all the same"] = f"models promote {last.version}{root_option}"
     before = done[0].version
     now = "as before" if served == before else f"{before} before"
-    console.print(f"\n{loop.agent.model} means {served} now ({now}). Next:", highlight=False)
+    say(f"\n{loop.agent.model} means {served} now ({now}). Next:")
     width = max(map(len, steps), default=0)
     for purpose, command in steps.items():
         text = f"  {purpose:{width}}  cray-agents {command}"
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-    console.print("The same command goes on from here, with --iterations N for more.")
+        say(text)
+    say("The same command goes on from here, with --iterations N for more.")
 
 
 def _agent_target(module: ModuleType, loop: Loop, file: Path) -> str | None:
@@ -162,10 +157,11 @@ def _until_interrupted(loop: Loop, iterations: int) -> Iterator[Iteration]:
     except KeyboardInterrupt:
         if loop.live is None:
             raise
-        errors.print("interrupted: the same command goes on from here", highlight=False)
+        note("interrupted: the same command goes on from here")
 
 
 # ---- eval
+@commands.command("eval", takes="json url")
 def evaluate(
     file: Annotated[
         str,
@@ -215,9 +211,9 @@ def print_result(result: EvaluationResult, by: str | None) -> None:
     for name, one in result.models.items():
         if one.missing:
             why = ", ".join(f"{count} {kind}" for kind, count in one.errors.items())
-            _say(f"{name}: {one.missing} runs are missing ({why}); the same command tries again")
+            say(f"{name}: {one.missing} runs are missing ({why}); the same command tries again")
     for found in result.comparisons:
-        _say(
+        say(
             f"{found.candidate} - {found.incumbent}: {_interval(found.difference, '+')}, "
             f"p {found.p:.2g}; better at {found.wins} of {found.tasks} tasks, worse at "
             f"{found.losses}; left out, for a version has no scored run: {found.left_out}"
@@ -225,7 +221,7 @@ def print_result(result: EvaluationResult, by: str | None) -> None:
     look = (
         "" if given().url else f": cray-agents runs list --where loop={result.loop}{given().words}"
     )
-    _say(f"The runs are those of loop={result.loop}{look}")
+    say(f"The runs are those of loop={result.loop}{look}")
 
 
 def _interval(estimate: Estimate, sign: str = "") -> str:
@@ -234,7 +230,3 @@ def _interval(estimate: Estimate, sign: str = "") -> str:
     if estimate.low is None or estimate.high is None:
         return f"{estimate.value:{sign}.3f}"
     return f"{estimate.value:{sign}.3f} [{estimate.low:{sign}.3f}, {estimate.high:{sign}.3f}]"
-
-
-def _say(text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)

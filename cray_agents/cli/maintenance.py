@@ -10,11 +10,12 @@ import typer
 
 from cray_agents.cli.options import Commands, given
 from cray_agents.cli.screen import (
-    console,
     errors,
+    note,
     open_root,
     print_json,
     root,
+    say,
     settings,
     show,
     size,
@@ -34,17 +35,10 @@ KEEP = 2  # versions that were promoted before and whose weights stay
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
 
-maintain = Commands(
-    no_args_is_help=True, help="Care for stored data: fsck (check), compact, prune (delete)."
-)
+commands = Commands("maintain", help="Care for stored data: fsck (check), compact, prune (delete).")
 
 
-def add_to(app: Commands) -> None:
-    """Register the command group."""
-    app.add_typer(maintain, name="maintain")
-
-
-@maintain.command("fsck")
+@commands.command("fsck")
 def check(
     repair: Annotated[
         bool,
@@ -70,12 +64,12 @@ def check(
     if not rows:
         errors.print("everything is whole", style="green")
     elif not repair and any(row["repairable"] for row in rows):
-        errors.print("`cray-agents maintain fsck --repair` mends what it can; no byte is destroyed")
+        note("`cray-agents maintain fsck --repair` mends what it can; no byte is destroyed")
     if any(row["lost"] != 0 or not repair for row in rows):
         raise typer.Exit(1)
 
 
-@maintain.command("compact")
+@commands.command("compact")
 def compact_segments(dry_run: DryRun = False) -> None:
     """Merge small segments, and give back the space of forgotten runs; readers need not stop."""
     from cray_agents.runtime.store import Store
@@ -98,16 +92,16 @@ def compact_segments(dry_run: DryRun = False) -> None:
         print_json(rows)
         return
     verb = "would be compacted" if dry_run else "compacted"
-    console.print(f"{sum(len(row['segments']) for row in rows)} segments {verb}")
+    say(f"{sum(len(row['segments']) for row in rows)} segments {verb}")
     for row in rows if not dry_run else ():
-        console.print(
+        say(
             f"  {len(row['segments'])} -> {row['into']}: {size(row['bytes_before'])} -> "
             f"{size(row['bytes_after'])}, {row['forgotten']} events forgotten, "
             f"{row['doubled']} that were there twice"
         )
 
 
-@maintain.command("prune")
+@commands.command("prune")
 def prune(
     what: Annotated[
         str, typer.Argument(metavar="runs|models", help="What to delete: runs, or weights.")
@@ -175,8 +169,8 @@ def _prune_models(name: str | None, keep: int, *, dry_run: bool) -> None:
     if rows:
         show(rows, ["what", "of", "size"])
     for version, why in pruned.kept.items():
-        console.print(f"{version} stays: {why}", highlight=False, markup=False)
-    console.print(f"{size(pruned.bytes)} {'would be ' if dry_run else ''}given back")
+        say(f"{version} stays: {why}")
+    say(f"{size(pruned.bytes)} {'would be ' if dry_run else ''}given back")
 
 
 def loaded_versions(home: Home) -> set[str]:
@@ -216,7 +210,7 @@ def _prune_runs(wanted: RunFilter, *, dry_run: bool, yes: bool) -> None:
         print_json(report)
     elif "forgotten" in report:
         count = report["forgotten"]
-        console.print(f"{count} runs forgotten; `cray-agents maintain compact` frees space")
+        say(f"{count} runs forgotten; `cray-agents maintain compact` frees space")
 
 
 async def forget(store: "Store", wanted: RunFilter) -> int:
@@ -242,8 +236,8 @@ def preview(store: "Store", wanted: RunFilter) -> dict[str, Any]:
 
 def print_preview(report: dict[str, Any]) -> None:
     """Print the result of `preview` for people."""
-    console.print(f"{report['runs']} runs match, with {report['tokens']} tokens")
+    say(f"{report['runs']} runs match, with {report['tokens']} tokens")
     for loop, count in report["loops"].items():
-        console.print(f"  {loop}: {count}", markup=False)
+        say(f"  {loop}: {count}")
     if report["first"]:
-        console.print(f"  the oldest: {', '.join(report['first'])}", markup=False)
+        say(f"  the oldest: {', '.join(report['first'])}")

@@ -8,35 +8,36 @@ runtime/registry/canary.py.
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.tree import Tree
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.platform_access import ask_root
-from cray_agents.cli.screen import console, errors, print_json, print_table, root, show, user, when
+from cray_agents.cli.screen import (
+    ask_root,
+    console,
+    note,
+    print_json,
+    print_table,
+    root,
+    say,
+    show,
+    user,
+    when,
+)
 from cray_agents.errors import BadInput, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
 from cray_agents.records import ModelVersion
-from cray_agents.server.platform_process import (
-    ask_once,
-    client,
-    command,
-    fetch,
-    owner,
-    running,
-)
+from cray_agents.runtime.disk.checksums import list_whole
+from cray_agents.runtime.registry.checkpoints import manifest_of
+from cray_agents.runtime.registry.registry import ModelEvent, Registry
+from cray_agents.server.platform_process import ask_once, client, command, fetch, owner, running
 
-if TYPE_CHECKING:
-    from cray_agents.runtime.registry.registry import ModelEvent, Registry
-
-
-models = Commands(
-    no_args_is_help=True,
-    help="Model versions: list, show, promote, rollback, reject, merge, canary.",
+commands = Commands(
+    "models", help="Model versions: list, show, promote, rollback, reject, merge, canary."
 )
 
 Name = Annotated[str, typer.Argument(help="The name of a model.")]
@@ -46,20 +47,12 @@ Reason = Annotated[str, typer.Option("--reason", help="The reason; it is kept in
 Who = Annotated[str, typer.Option("--who", help="Who decides \\[default: the user of this shell].")]
 
 
-def add_to(app: Commands) -> None:
-    """Register the command group."""
-    app.add_typer(models, name="models")
-
-
-@models.command("list")
+@commands.command("list")
 def list_models() -> None:
     """List every version of every name; the promoted one is what the bare name means.
 
     `replicas`: how many of the running platform's hold it; -: none runs.
     """
-    from cray_agents.runtime.disk.checksums import list_whole
-    from cray_agents.runtime.registry.registry import Registry
-
     home = root()
     registry, counts = Registry(home), replica_counts(home)
     names = list_whole(registry.names(), lambda name: version_rows(registry, name))
@@ -72,15 +65,13 @@ def list_models() -> None:
     show(rows, columns, damaged=names.damaged)
 
 
-@models.command("show")
+@commands.command("show")
 def show_model(name: NameOrVersion) -> None:
     """Show a version: its record, its files, the versions it is related to, and its name's history.
 
     A bare name shows the lineage and the history of all its versions.
     """
-    from cray_agents.runtime.registry.checkpoints import manifest_of
     from cray_agents.runtime.registry.lineage import lineage_of
-    from cray_agents.runtime.registry.registry import Registry
 
     home = root()
     registry = Registry(home)
@@ -109,7 +100,7 @@ def show_model(name: NameOrVersion) -> None:
         print_table(rows, ["number", "when", "kind", "id", "who", "reason"])
 
 
-@models.command("promote", takes="")
+@commands.command("promote", takes="")
 def promote(
     version: Version,
     force: Annotated[
@@ -128,7 +119,7 @@ def promote(
     )
 
 
-@models.command("rollback", takes="")
+@commands.command("rollback", takes="")
 def rollback(
     name: Name,
     to: Annotated[
@@ -143,14 +134,14 @@ def rollback(
     """Let the bare name mean what it meant before its last promotion."""
     by = who or user()
 
-    def roll_back(registry: "Registry") -> "ModelEvent":
+    def roll_back(registry: Registry) -> ModelEvent:
         before = registry.rollback_target(name, to, force=force)
         return registry.roll_back(name, before.number, who=by, reason=reason)
 
     decide(lambda p: p.rollback(name, to, who=by, reason=reason, force=force), roll_back)
 
 
-@models.command("reject", takes="")
+@commands.command("reject", takes="")
 def reject(version: Version, reason: Reason = "", who: Who = "") -> None:
     """Note in the history that a version was found not good enough."""
     name, number = parse_version(version)
@@ -161,7 +152,7 @@ def reject(version: Version, reason: Reason = "", who: Who = "") -> None:
     )
 
 
-@models.command("merge")
+@commands.command("merge")
 def merge(version: Version) -> None:
     """Write an adapter version and its base as one whole model; print the directory.
 
@@ -169,7 +160,6 @@ def merge(version: Version) -> None:
     deleted with the version.
     """
     from cray_agents.runtime.registry import adapters
-    from cray_agents.runtime.registry.registry import Registry
 
     home = root()
     found = Registry(home).resolve("@".join(map(str, parse_version(version))))
@@ -177,10 +167,10 @@ def merge(version: Version) -> None:
     if given().json:
         print_json({"id": found.id, "directory": str(directory)})
     else:
-        console.print(str(directory), highlight=False, soft_wrap=True)
+        say(str(directory))
 
 
-@models.command("canary", takes="")
+@commands.command("canary", takes="")
 def canary(
     version: NameOrVersion,
     share: Annotated[
@@ -238,14 +228,12 @@ def parse_version(version: str) -> tuple[str, int]:
 
 def decide(
     online: Callable[[Platform], Awaitable[dict[str, Any]]],
-    offline: "Callable[[Registry], ModelEvent]",
+    offline: Callable[[Registry], ModelEvent],
 ) -> None:
     """Change a version through the root's platform, or in the registry if no platform runs.
 
     Raises SetupError while a platform starts or ends, because it would not notice the change.
     """
-    from cray_agents.runtime.registry.registry import Registry
-
     root_home = root()
     if (running_here := running(root_home)) is not None:
         print_event(ask_once(client(running_here), online))
@@ -257,8 +245,7 @@ def decide(
         )
     print_event(offline(Registry(root_home)).model_dump(mode="json"))
     up = command("up", root_home)
-    notice = f"no platform runs: `{up}` serves what is promoted, once its probe has passed"
-    errors.print(notice, highlight=False, soft_wrap=True)
+    note(f"no platform runs: `{up}` serves what is promoted, once its probe has passed")
 
 
 def replica_counts(home: Home) -> Counter[str] | None:
@@ -282,7 +269,7 @@ def print_event(event: dict[str, Any]) -> None:
         text = f"{event['name']} rolled back by {event['who']}{why}"
     if event["kind"] in ("promoted", "rolled_back"):
         text += f"; {event['name']} means {event['name']}@{event['version']} now"
-    console.print(escape(text), soft_wrap=True)
+    say(text)
 
 
 def lineage_trees(kin: list[dict[str, Any]]) -> list[Tree]:

@@ -44,7 +44,10 @@ _EPILOG = "--home, --url and --json: see `cray-agents --help`."
 
 
 class Commands(typer.Typer):
-    """A group of commands. `command` is the one way to register a command."""
+    """A group of commands, or commands without one; `command` is the one way to register them."""
+
+    def __init__(self, name: str | None = None, **settings: Any) -> None:
+        super().__init__(name=name, no_args_is_help=True, **settings)
 
     def command(  # type: ignore[override]
         self, name: str, takes: str = "json", **settings: Any

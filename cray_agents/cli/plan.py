@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 import typer
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.screen import console, print_json, settings, show
+from cray_agents.cli.screen import console, print_json, say, settings, show
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
+from cray_agents.runtime.registry.registry import Registry
 from cray_agents.training_jobs import (
     Backend,
     Fp8,
@@ -45,6 +46,9 @@ UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
 LENGTH = 4096  # default tokens of a sequence
 
 
+commands = Commands()
+
+
 def _under(heading: str, text: str, *names: str, **limits: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=heading, **limits)
 
@@ -52,11 +56,7 @@ def _under(heading: str, text: str, *names: str, **limits: Any) -> Any:
 _AMOUNT, _CLUSTER, _HOW = "How much (one of)", "Where", "How"
 
 
-def add_to(app: Commands) -> None:
-    """Register the command."""
-    app.command("plan")(plan)
-
-
+@commands.command("plan")
 def plan(
     model: Annotated[
         str,
@@ -217,7 +217,6 @@ def _size(model: str) -> float | None:
 
 
 def _architecture(root: Home, model: str, backend: str | None = None) -> "Architecture":
-    from cray_agents.runtime.registry.registry import Registry
     from cray_agents.trainers.models.architecture import read_architecture
 
     return read_architecture(Registry(root).named(model), cast("Backend | None", backend))
@@ -288,11 +287,11 @@ def _check_length(length: int, model: "Architecture", at_once: int) -> None:
 def _print_plan(estimate: "Plan", limit: int) -> None:
     """Print the plan for people."""
     for name, text in _lines(estimate):
-        console.print(f"[bold]{name:<8}[/] {text}", highlight=False, soft_wrap=True)
+        console.print(f"[bold]{name:<8}[/] {text}", soft_wrap=True)
     if estimate.choice is None:
         return
     for reason in estimate.choice.reasons:
-        console.print(f"{'':<8} {reason}", highlight=False, soft_wrap=True)
+        say(f"{'':<8} {reason}")
     if limit:
         console.print()
         show(estimate.rows(estimate.choice.ranking[:limit]), COLUMNS)

@@ -12,14 +12,23 @@ from typing import Annotated, Any
 import typer
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.platform_access import platform_client
-from cray_agents.cli.screen import console, one_line, print_json, settings, show, size, when
+from cray_agents.cli.screen import (
+    one_line,
+    platform_client,
+    print_json,
+    say,
+    settings,
+    show,
+    size,
+    when,
+)
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
 from cray_agents.processes import die_with_parent
 from cray_agents.runtime.controller_lease import end_for_good
+from cray_agents.runtime.registry.registry import Registry
 from cray_agents.server.platform_process import (
     ReplicaCount,
     check_vllm,
@@ -45,13 +54,10 @@ TIER_COLUMNS = {
 }
 
 
-def add_to(app: Commands) -> None:
-    """Register the commands."""
-    app.command("up", takes="")(up)
-    app.command("down", takes="")(down)
-    app.command("status", takes="json url")(status)
+commands = Commands()
 
 
+@commands.command("up", takes="")
 def up(
     model: Annotated[
         Path | None,
@@ -143,23 +149,22 @@ def _start_detached(
     end = command("down", config.root)
     if standby and wait_until_waiting(config.root, process) is None:
         log = log_file(config.root, standby=True)
-        console.print(f"a standby waits (pid {process.pid}); its log is {log}")
+        say(f"a standby waits (pid {process.pid}); its log is {log}")
     elif not count.total:
         info = wait_until_live(config.root, process)
-        console.print(f"{info['url']} is up, without replicas (end it: {end})")
+        say(f"{info['url']} is up, without replicas (end it: {end})")
     else:
         info = wait_until_ready(config.root, process)
-        console.print(f"{name} is served at {info['url']}/v1 (end it: {end})")
+        say(f"{name} is served at {info['url']}/v1 (end it: {end})")
 
 
 def _only_name(home: Home, model: Path | None) -> str:
     """Return the only name in a root; "default" with a model, or if there are more or none."""
-    from cray_agents.runtime.registry.registry import Registry
-
     names = Registry(home).names() if model is None else []
     return names[0] if len(names) == 1 else "default"
 
 
+@commands.command("down", takes="")
 def down(
     hand_over: Annotated[
         bool, typer.Option("--hand-over", help="Let a standby take over, without a pause.")
@@ -169,16 +174,17 @@ def down(
     root = settings().root
     info = running(root)
     if info is None:
-        console.print(f"no platform runs on {root.root}")
+        say(f"no platform runs on {root.root}")
         return
     if hand_over and not fetch(info, "/v1/platform")["controller"]["standbys"]:
         raise SetupError(f"no standby waits on {root.root}: start one with `up --standby`")
     if info["pid"] is not None and not hand_over:
         end_for_good(root, info.get("term", 0))
     stop(info["pid"])
-    console.print(f"ended the platform on {root.root} (pid {info['pid']})")
+    say(f"ended the platform on {root.root} (pid {info['pid']})")
 
 
+@commands.command("status", takes="json url")
 def status(
     watch: Annotated[
         bool,
@@ -239,7 +245,7 @@ def _show_status() -> None:
         if given().json:
             print_json({"running": False, "home": str(root.root)})
         else:
-            console.print(f"no platform runs on {root.root}")
+            say(f"no platform runs on {root.root}")
         raise typer.Exit(1)
     about, pool = fetch(info, "/v1/platform"), fetch(info, "/v1/pool")
     replicas, lease = [*pool["data"], *pool["spares"]], pool["lease"]
@@ -249,12 +255,12 @@ def _show_status() -> None:
         print_json(info | {"replicas": replicas, "lease": lease})
         return
     process = f"pid {info['pid']}" if info["pid"] else f"on {info['host']}"
-    console.print(
+    say(
         f"{info['url']}/v1  {process}  engine {info['engine']['name']} "
         f"{info['engine']['version']}  scheduler {info['scheduler']['name']}"
     )
     if "controller" in info:
-        console.print(describe_controller(info["controller"]), markup=False)
+        say(describe_controller(info["controller"]))
     rows = [replica | {"versions": ", ".join(replica["versions"])} for replica in replicas]
     columns = ["versions", "state", "in_flight", "restarts", "host", "pid", "job"]
     if not any(replica["job"] for replica in replicas):
@@ -265,12 +271,11 @@ def _show_status() -> None:
         show(tier_rows(fetch_text(info, "/metrics/engines")), ["replica", *TIER_COLUMNS])
     for replica in replicas:
         if (last := replica["last_restart"]) is not None:
-            console.print(f"restarted at {when(last['time'])}: {last['why']}", markup=False)
+            say(f"restarted at {when(last['time'])}: {last['why']}")
     if lease is not None:
-        console.print(
+        say(
             f"{', '.join(lease['displaced'])} made room for {lease['version']}, which "
-            f"{lease['holder']!r} evaluates",
-            markup=False,
+            f"{lease['holder']!r} evaluates"
         )
 
 

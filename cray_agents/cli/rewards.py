@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cray_agents.cli.options import Commands, given
-from cray_agents.cli.runs import RunId, chunks, runs
-from cray_agents.cli.screen import console, make_store, print_json, settings
+from cray_agents.cli.options import given
+from cray_agents.cli.runs import RunId, chunks, commands
+from cray_agents.cli.screen import make_store, print_json, say, settings
 from cray_agents.cli.user_files import find_function
 from cray_agents.cli.where import WhereOption, parse_where
 from cray_agents.errors import BadInput
 from cray_agents.queries import RunQuery
+from cray_agents.records import Reward
 
 if TYPE_CHECKING:
     from cray_agents.config import Config
@@ -26,13 +27,8 @@ if TYPE_CHECKING:
 SHOWN_FAILURES = 3
 
 
-def add_to(app: Commands) -> None:
-    """Register the commands, in the group `runs`."""
-    # otherwise typer takes a negative value for an option
-    runs.command("reward", context_settings={"ignore_unknown_options": True})(reward)
-    runs.command("rescore")(rescore)
-
-
+# otherwise typer takes a negative value for an option
+@commands.command("reward", context_settings={"ignore_unknown_options": True})
 def reward(
     run_id: RunId,
     value: Annotated[float, typer.Argument(help="The reward: a number, which may be negative.")],
@@ -58,11 +54,10 @@ def reward(
         print_json(recorded)
         return
     target = "" if turn is None else f" for turn {turn}"
-    console.print(f"{run_id}: {name} = {value:g}{target}, by {who}", highlight=False, markup=False)
+    say(f"{run_id}: {name} = {value:g}{target}, by {who}")
 
 
 async def _give(config: "Config", run_id: str, feedback: "Feedback") -> "Reward":
-    from cray_agents.records import Reward
     from cray_agents.runtime.store.feedback import check_feedback, check_rewards, give_feedback
 
     check_rewards([Reward(**feedback.model_dump())], config.reward_limit)
@@ -74,6 +69,7 @@ async def _give(config: "Config", run_id: str, feedback: "Feedback") -> "Reward"
         await store.close()
 
 
+@commands.command("rescore")
 def rescore(
     function: Annotated[
         str,
@@ -104,22 +100,21 @@ def rescore(
         print_json(counts)
         return
     recorded = "would be recorded" if dry_run else "were recorded"
-    console.print(
+    say(
         f"{counts['scored']} of {counts['runs']} runs scored: {counts['changed']} rewards"
-        f" {recorded}, {counts['same']} are as they were",
-        markup=False,
+        f" {recorded}, {counts['same']} are as they were"
     )
     if counts["scored"]:
         before, after = counts["mean_before"], counts["mean_after"]
         was = "none before" if before is None else f"{before:.4g} before"
-        console.print(f"  mean of {counts['name']}: {after:.4g}, {was}", markup=False)
+        say(f"  mean of {counts['name']}: {after:.4g}, {was}")
     for name in ("redacted", "infrastructure"):
         if counts[name]:
-            console.print(f"  {counts[name]} runs left out: {name}", markup=False)
+            say(f"  {counts[name]} runs left out: {name}")
     for failure in counts["failures"][:SHOWN_FAILURES]:
-        console.print(f"  failed: {failure}", markup=False)
+        say(f"  failed: {failure}")
     if counts["failed"]:
-        console.print(f"  {counts['failed']} runs without a new reward", markup=False)
+        say(f"  {counts['failed']} runs without a new reward")
 
 
 def stateless_function(target: str) -> "RewardFunction":

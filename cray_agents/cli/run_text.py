@@ -10,7 +10,7 @@ from cray_agents.cli.screen import line
 from cray_agents.messages import reasoning_of, text_of
 from cray_agents.records import Message, ModelCall, Run, ToolCall, Turn
 from cray_agents.runtime.store.run_conversation import Conversation, conversation_of
-from cray_agents.runtime.views.run_differences import header, value_text
+from cray_agents.runtime.views.run_pages import header, value_text
 
 LABEL = 12  # columns of a header's labels
 STYLES = {"system": "magenta", "developer": "magenta", "user": "cyan", "assistant": "green"}

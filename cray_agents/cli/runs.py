@@ -10,20 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import typer
 from rich.cells import cell_len
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.screen import (
-    cell,
-    console,
-    errors,
-    one_line,
-    open_store,
-    print_json,
-    show,
-)
+from cray_agents.cli.screen import cell, console, note, one_line, open_store, print_json, show
 from cray_agents.cli.where import WhereOption, parse_where
 from cray_agents.errors import BadInput
 from cray_agents.queries import RunQuery
@@ -46,15 +37,10 @@ MOST_TURNS = 100_000  # of an outline
 TOGETHER = 64  # runs that are scored or scanned at once
 T = TypeVar("T")
 
-runs = Commands(no_args_is_help=True, help="Runs of agents: list, show, stats, reward, rescore.")
+commands = Commands("runs", help="Runs of agents: list, show, stats, reward, rescore.")
 
 
-def add_to(app: Commands) -> None:
-    """Register the command group."""
-    app.add_typer(runs, name="runs")
-
-
-@runs.command("list")
+@commands.command("list")
 def list_runs(
     terms: WhereOption = None,
     order: Annotated[
@@ -80,11 +66,10 @@ def list_runs(
         return
     console.print(table(rows, console.width))
     if len(matches) > limit:
-        last = escape(matches[limit - 1].run_id)
-        errors.print(f"there are more: --after {last}", highlight=False)
+        note(f"there are more: --after {matches[limit - 1].run_id}")
 
 
-@runs.command("show")
+@commands.command("show")
 def show_run(
     run_id: RunId,
     tokens: Annotated[
@@ -124,7 +109,7 @@ def _show_outline(run_id: str) -> None:
     show(rows, TURNS)
 
 
-@runs.command("stats")
+@commands.command("stats")
 def stats(
     by: Annotated[
         str,

@@ -13,7 +13,7 @@ import typer
 
 from cray_agents.cli.options import Commands, given
 from cray_agents.cli.runs import chunks
-from cray_agents.cli.screen import console, make_store, settings, show
+from cray_agents.cli.screen import make_store, say, settings, show
 from cray_agents.cli.user_files import find_function
 from cray_agents.cli.where import WhereOption, parse_where
 from cray_agents.engines.openai_engine import OpenAIEngine
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from cray_agents.runtime.store.index import RunFacts
 
 SHOWN_FAILURES = 3
+
+
+commands = Commands()
 
 
 class BatchEngine(OpenAIEngine):
@@ -51,11 +54,7 @@ def _yielding(request: dict[str, Any]) -> dict[str, Any]:
     return {**request, "extra_headers": {**headers, "X-Priority": "batch"}}
 
 
-def add_to(app: Commands) -> None:
-    """Register the command."""
-    app.command("scan")(scan)
-
-
+@commands.command("scan")
 def scan(
     scanners: Annotated[
         list[str],
@@ -291,13 +290,11 @@ def _fraction(run_id: str) -> float:
 def _print(report: dict[str, Any], dry_run: bool) -> None:
     show(report["scanners"], ["scanner", "scanned", "found", "failed"])
     recorded = "would be recorded" if dry_run else "are recorded"
-    console.print(f"{report['runs']} runs; the findings {recorded}", markup=False)
+    say(f"{report['runs']} runs; the findings {recorded}")
     if report["redacted"]:
-        console.print(f"  {report['redacted']} runs left out: redacted", markup=False)
+        say(f"  {report['redacted']} runs left out: redacted")
     for row in report["scanners"]:
         for failure in row["failures"]:
-            console.print(f"  failed: {failure}", markup=False)
+            say(f"  failed: {failure}")
         if row["found"]:
-            console.print(
-                f"  cray-agents runs list --where tag={SCAN}{row['scanner']}", markup=False
-            )
+            say(f"  cray-agents runs list --where tag={SCAN}{row['scanner']}")

@@ -10,10 +10,10 @@ import getpass
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -25,10 +25,18 @@ from rich.text import Text
 
 from cray_agents.cli.options import given
 from cray_agents.config import Config, load_config
-from cray_agents.errors import NotFound
+from cray_agents.errors import NotFound, SetupError
 from cray_agents.paths import Home
+from cray_agents.platform.client import Platform
 from cray_agents.server.permissions import keep_private
-from cray_agents.server.platform_process import shown_path
+from cray_agents.server.platform_process import (
+    ask_once,
+    client,
+    command,
+    find_platform,
+    running,
+    shown_path,
+)
 
 if TYPE_CHECKING:
     from cray_agents.runtime.store import Store
@@ -53,8 +61,18 @@ class _DisarmedConsole(Console):
 
 
 _width = None if sys.stderr.isatty() or "COLUMNS" in os.environ else LOG_WIDTH
-console = _DisarmedConsole(width=None if sys.stdout.isatty() else _width)
-errors = _DisarmedConsole(stderr=True, width=_width)
+console = _DisarmedConsole(width=None if sys.stdout.isatty() else _width, highlight=False)
+errors = _DisarmedConsole(stderr=True, width=_width, highlight=False)
+
+
+def say(text: str) -> None:
+    """Print a line of text, without markup; a long one is not wrapped."""
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """Print a line as `say` does, on stderr: what is no answer of the command."""
+    errors.print(text, markup=False, soft_wrap=True)
 
 
 def print_json(value: Any) -> None:
@@ -134,14 +152,14 @@ def line(text: str, indent: int = 0, style: str = "", hanging: int = 0) -> None:
         margin = indent + (hanging if number else 0)
         whole = Text(disarm(source.expandtabs(4)), style)
         if not console.is_terminal:
-            console.print(Text(" " * margin) + whole, soft_wrap=True, highlight=False)
+            console.print(Text(" " * margin) + whole, soft_wrap=True)
             continue
         for part, piece in enumerate(
             whole.wrap(console, max(20, console.width - margin - hanging))
         ):
             rest = hanging if part and not number else 0
             piece.rstrip()
-            console.print(Text(" " * (margin + rest)) + piece, soft_wrap=True, highlight=False)
+            console.print(Text(" " * (margin + rest)) + piece, soft_wrap=True)
 
 
 def user() -> str:
@@ -193,8 +211,8 @@ def open_root(config: Config, *, new: bool = False) -> Home:
     """
     if not new:
         check_stored(config.root)
-    if note := keep_private(config):
-        errors.print(note, highlight=False, markup=False, soft_wrap=True)
+    if change := keep_private(config):
+        note(change)
     return config.root
 
 
@@ -226,3 +244,25 @@ def check_stored(home: Home) -> None:
         named = ", ".join(f"--home {shown_path(path)}" for path in sorted(nested))
         hint = f"; roots in it: {named}" if nested else ""
         raise NotFound(f"nothing is stored on {home.root}{hint}", param="home")
+
+
+# ---- Access of commands to a platform: the one at `--url`, on the root, or at $CRAY_AGENTS_URL
+T = TypeVar("T")
+
+
+def found_platform() -> dict[str, Any]:
+    """Return the claim of the platform that this command means. Raises SetupError for none."""
+    return find_platform(settings().root, given().url)
+
+
+def platform_client() -> Platform:
+    """Return a client of the platform that this command means. Raises SetupError for none."""
+    return client(found_platform())
+
+
+def ask_root(request: Callable[[Platform], Awaitable[T]]) -> T:
+    """Return the answer of the platform on the root to one request. Raises SetupError for none."""
+    home = root()
+    if (info := running(home)) is None:
+        raise SetupError(f"no platform runs on {home.root}: start it with `{command('up', home)}`")
+    return ask_once(client(info), request)

@@ -16,6 +16,8 @@ from cray_agents.errors import BadInput, NotFound
 from cray_agents.exact_json import parse_json
 from cray_agents.paths import Home
 from cray_agents.records import StrictRecord
+from cray_agents.runtime.registry import checkpoints
+from cray_agents.runtime.registry.registry import Registry
 from cray_agents.tasks.record_source import read_whole
 from cray_agents.training_jobs import Backend, Hyperparameters, JobSpec
 
@@ -75,7 +77,6 @@ def build_spec(home: Home, fields: Fields, epochs: float | None = None) -> JobSp
     home. Raises BadInput, NotFound, Corrupt.
     """
     from cray_agents.runtime.datasets.reader import read_dataset
-    from cray_agents.runtime.registry.registry import Registry
     from cray_agents.trainers.job.job_command import code_version
     from cray_agents.trainers.models.architecture import with_backend, with_learning_rate
     from cray_agents.trainers.planning.layouts import check_layout
@@ -151,8 +152,6 @@ def _trainable(directory: Path, param: str, init: str, backend: Backend | None) 
 
 def _checkpoint(registry: Any, spec: JobSpec, role: str, *, afresh: bool) -> dict[str, str]:
     """Return the fields of a role: its checkpoint's directory under the home, and its hashes."""
-    from cray_agents.runtime.registry import checkpoints
-
     model = getattr(spec, role)
     directory = _directory(registry, model)
     if afresh:  # only its config and tokenizer are read

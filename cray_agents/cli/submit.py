@@ -13,14 +13,17 @@ from typing import Annotated
 
 import typer
 
-from cray_agents.cli.job_targets import say, train, with_trainer_choices
+from cray_agents.cli.job_targets import has_ended, train, with_trainer_choices
 from cray_agents.cli.options import given
-from cray_agents.cli.screen import console, open_root, print_json, settings
+from cray_agents.cli.screen import note, open_root, print_json, say, settings
 from cray_agents.cli.spec_options import build_spec, layout_of, read_fields
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, JobError
 from cray_agents.paths import Home
+from cray_agents.runtime.registry.checkpoints import ADAPTER, base_of
+from cray_agents.runtime.registry.registry import NAME, Registry
 from cray_agents.trainers.job.job_state import read_status, should_retry
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import JobSpec, JobStatus, explain_learning_rate
 
 STAYS = (
@@ -123,15 +126,12 @@ def submit(
 
 def _train_unless_ended(config: Config, spec: JobSpec, *, detach: bool) -> JobStatus:
     """Train the job and return its status; an ended job is trained again only if `should_retry`."""
-    from cray_agents.cli.event_stream import has_ended
-    from cray_agents.trainers.job.journal import JobJournal
-
     journal = JobJournal(config.root, spec.id)
     if journal.exists and has_ended(journal) and not should_retry(journal, spec):
         status = read_status(config.root, spec.id)
-        say(f"{status.id} {status.state} before: trained 0 steps")
+        note(f"{status.id} {status.state} before: trained 0 steps")
         if status.state == "failed":
-            say(STAYS)
+            note(STAYS)
         return status
     _print_spec(spec)
     return train(config, spec, detach=detach)
@@ -146,31 +146,26 @@ def _print_spec(spec: JobSpec) -> None:
     lora = f", LoRA of rank {hyper.lora.rank}" if hyper.lora is not None else ""
     width = read_architecture(Path(spec.parent), hyper.backend).hidden
     size = f"{hyper.dtype}{lora}, micro-batches of {hyper.max_tokens_per_microbatch:,} tokens"
-    say(f"{spec.method} on {spec.dataset} {start} {spec.parent}")
-    say(f"{hyper.steps} steps of {hyper.batch_size}, {size}")
-    say(f"learning rate: {explain_learning_rate(width, spec.method, hyper)}")
+    note(f"{spec.method} on {spec.dataset} {start} {spec.parent}")
+    note(f"{hyper.steps} steps of {hyper.batch_size}, {size}")
+    note(f"learning rate: {explain_learning_rate(width, spec.method, hyper)}")
 
 
 def _report_result(home: Home, status: JobStatus, name: str | None) -> None:
     """Print the result's folder, and register the result under a name, without promoting it."""
-    from cray_agents.runtime.registry.checkpoints import ADAPTER, base_of
-    from cray_agents.runtime.registry.registry import Registry
-
     folder = home.checkpoint(status.checkpoint or status.id)
-    console.print(str(folder), highlight=False, soft_wrap=True)
+    say(str(folder))
     if (base := base_of(folder)) is not None:
-        say(f"an adapter over {base.name}; `cray-agents models merge` makes one model of the two")
+        note(f"an adapter over {base.name}; `cray-agents models merge` makes one model of the two")
     elif (folder / ADAPTER).is_dir():
-        say(f"merged weights; the adapter alone is in {folder / ADAPTER}")
+        note(f"merged weights; the adapter alone is in {folder / ADAPTER}")
     if name is not None:
         registry = Registry(home)
         version = registry.register(name, *registry.import_checkpoint(folder))
-        say(f"registered as {version.id}")
+        note(f"registered as {version.id}")
 
 
 def _check_name(name: str | None, *, detach: bool) -> None:
-    from cray_agents.runtime.registry.registry import NAME
-
     if name is not None and not NAME.fullmatch(name):
         raise BadInput(
             f"{name!r} cannot name a model: use letters, digits, '.', '_' and '-'", param="name"

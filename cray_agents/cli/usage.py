@@ -8,21 +8,12 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
-from rich.markup import escape
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.screen import (
-    console,
-    errors,
-    open_store,
-    print_json,
-    root,
-    settings,
-    show,
-    when,
-)
+from cray_agents.cli.screen import note, open_store, print_json, root, say, settings, show, when
 from cray_agents.cli.where import duration
 from cray_agents.errors import BadInput
+from cray_agents.queries import RunFilter
 
 if TYPE_CHECKING:
     from cray_agents.runtime.accounting.cost_account import CostAmount
@@ -50,21 +41,14 @@ Since = Annotated[
     typer.Option("--since", help="Count the last 30m, 12h or 7d alone \\[default: everything]."),
 ]
 
-usage = Commands(
-    no_args_is_help=True, help="What was used and what came of it: keys, cost, goodput."
-)
-
-
-def add_to(app: Commands) -> None:
-    """Register the command group."""
-    app.add_typer(usage, name="usage")
+commands = Commands("usage", help="What was used and what came of it: keys, cost, goodput.")
 
 
 def _begin(since: str | None) -> float:
     return 0.0 if since is None else time.time() - duration(since, "since")
 
 
-@usage.command("goodput")
+@commands.command("goodput")
 def goodput(
     since: Since = None,
     by: Annotated[str, typer.Option(help="The groups: kind, holder or node.")] = "kind",
@@ -79,7 +63,7 @@ def goodput(
     show(add_up(root(), _begin(since), by=groups[by]), GOODPUT)
 
 
-@usage.command("keys")
+@commands.command("keys")
 def keys(
     by: Annotated[str, typer.Option(help="The groups, with commas: key, model.")] = "key,model",
     every: Annotated[
@@ -88,7 +72,6 @@ def keys(
     since: Since = None,
 ) -> None:
     """Sum up the recorded runs, calls, tokens and seconds of API keys and models."""
-    from cray_agents.queries import RunFilter
     from cray_agents.runtime.gateway.http.api_keys import key_names
     from cray_agents.runtime.views.usage import check_groups, usage_table
 
@@ -108,10 +91,10 @@ def keys(
     columns = [*(["time"] if bucket else []), *groups, "runs", "calls", "prompt_tokens"]
     show(rows, [*columns, "cached_tokens", "sampled_tokens", "seconds", "errors"])
     if table["has_more"]:
-        errors.print(f"and more groups: these {MOST_ROWS} are the largest")
+        note(f"and more groups: these {MOST_ROWS} are the largest")
 
 
-@usage.command("cost")
+@commands.command("cost")
 def cost(
     by: Annotated[
         str | None,
@@ -182,9 +165,9 @@ def _print_cost(table: "CostTable") -> None:
             columns += ["per_point"]
         show(rows, [*of, *columns, "per_success"])
         if table.has_more:
-            errors.print(f"more rows than {len(table.data)} are left out: see GET /v1/cost")
+            note(f"more rows than {len(table.data)} are left out: see GET /v1/cost")
     hours = f"from {when(table.since)}" if table.since else "from the beginning"
-    console.print(f"{hours} to {when(table.until)}; {escape(_money(table))}", soft_wrap=True)
+    say(f"{hours} to {when(table.until)}; {_money(table)}")
 
 
 def _unit(table: "CostTable") -> str:

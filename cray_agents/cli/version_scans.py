@@ -2,18 +2,16 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from cray_agents.cli.options import given
-from cray_agents.cli.screen import console, print_json, root, show
+from cray_agents.cli.screen import print_json, root, say, show
 from cray_agents.errors import BadInput
 from cray_agents.queries import RunFilter, RunQuery
+from cray_agents.runtime.registry.registry import Registry
 from cray_agents.tasks.record_source import read_whole
-
-if TYPE_CHECKING:
-    from cray_agents.runtime.registry.registry import Registry
 
 LEAST_PLANTED = 8  # characters: a shorter string stands in a text by chance
 MOST_PLANTED = 10_000
@@ -26,7 +24,6 @@ def drift(earlier: str, later: str, chosen: RunFilter, alpha: float) -> None:
     looked at while runs come in. `alpha`: the greatest probability of reporting a drift where there
     is none. Raises typer.Exit with 1 if a habit has drifted.
     """
-    from cray_agents.runtime.registry.registry import Registry
     from cray_agents.runtime.scans.drift import compare_habits
     from cray_agents.runtime.store import Store
 
@@ -52,7 +49,7 @@ def drift(earlier: str, later: str, chosen: RunFilter, alpha: float) -> None:
             ["habit", "pairs", "earlier", "later", "evidence", "limit", "drifted", "about"],
         )
         if not habits[0]["pairs"]:
-            console.print(f"no runs of both {versions[0]} and {versions[1]}", markup=False)
+            say(f"no runs of both {versions[0]} and {versions[1]}")
     if drifted:
         raise typer.Exit(1)
 
@@ -70,7 +67,6 @@ def memorisation(
     Runs that a set was made of do not count. `planted`: a file of strings, one a line. `length`:
     tokens in a row that count as repeated.
     """
-    from cray_agents.runtime.registry.registry import Registry
     from cray_agents.runtime.scans.memorisation import Memorisation
     from cray_agents.runtime.store import Store
 
@@ -100,7 +96,7 @@ def memorisation(
     _print_memorised(rows, strings, name)
 
 
-def _training_sets(registry: "Registry", version: str) -> list[str]:
+def _training_sets(registry: Registry, version: str) -> list[str]:
     from cray_agents.runtime.registry.lineage import lineage_of
 
     kin = {row["id"]: row for row in lineage_of(registry, version)}
@@ -134,7 +130,7 @@ def _read_planted(path: Path) -> list[str]:
 
 def _print_memorised(rows: list[dict[str, Any]], strings: list[str], model: str) -> None:
     if not rows:
-        console.print(f"no runs of {model} are recorded", markup=False)
+        say(f"no runs of {model} are recorded")
         return
     table: Iterable[dict[str, Any]] = (
         row | {"95 %": _interval(row["interval"]), "sets": len(row["datasets"])} for row in rows
@@ -143,9 +139,9 @@ def _print_memorised(rows: list[dict[str, Any]], strings: list[str], model: str)
     show(list(table), columns + ["with_planted"] * bool(strings))
     for row in rows:
         for run in row["repeating_runs"]:
-            console.print(f"  {row['model']} repeats its training set: {run}", markup=False)
+            say(f"  {row['model']} repeats its training set: {run}")
         for text, runs in row["planted"].items():
-            console.print(f"  {row['model']} says {text!r}: {', '.join(runs)}", markup=False)
+            say(f"  {row['model']} says {text!r}: {', '.join(runs)}")
 
 
 def _interval(interval: tuple[float, float] | None) -> str | None:

@@ -27,7 +27,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from cray_agents.errors import BadInput
-from cray_agents.queries import RENAMED, RunFilter
+from cray_agents.queries import RunFilter
 from cray_agents.records import Split, StopReason
 
 WhereOption = Annotated[
@@ -70,8 +70,6 @@ def parse_where(terms: str | None) -> RunFilter:
         if name not in FIELDS:
             near = difflib.get_close_matches(name, FIELDS, 1)
             hint = f" (did you mean {near[0]}?)" if near else ""
-            if name in RENAMED:
-                hint = f" (it is {RENAMED[name]} now)"
             raise _refused(place, f"no field {name!r}{hint}; there are {', '.join(FIELDS)}")
         for key, part in _fields_of(name, operator, value, place).items():
             if isinstance(part, list):

@@ -19,7 +19,13 @@ from cray_agents.errors import NotFound
 from cray_agents.iteration import Iteration
 from cray_agents.paths import Home
 from cray_agents.runtime.controller_lease import LEASE, standby_notes
+from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.registry.registry import Registry
+from cray_agents.runtime.scheduler.slurm import LEDGER, read_preemption
+from cray_agents.runtime.scheduler.slurm_reports import describe_reason
 from cray_agents.server.platform_process import command, fetch, owner, running
+from cray_agents.trainers.job.job_state import read_handover, read_status
+from cray_agents.trainers.job.journal import JobJournal
 
 REPLICA = "replica-"
 CONTROLLER = "controller"
@@ -28,11 +34,10 @@ SILENT = 120.0  # seconds without an event after which a running job is said to 
 Answer = dict[str, Any]
 
 
-def add_to(app: Commands) -> None:
-    """Register the command."""
-    app.command("why")(why)
+commands = Commands()
 
 
+@commands.command("why")
 def why(
     name: Annotated[
         str,
@@ -74,10 +79,7 @@ def explain(home: Home, name: str) -> Answer:
 
 def _explain_job(home: Home, job_id: str) -> Answer:
     from cray_agents.runtime.scheduler.excluded_nodes import excluded_nodes
-    from cray_agents.runtime.scheduler.slurm_reports import describe_reason
     from cray_agents.trainers.job.failures.failure import WORDS
-    from cray_agents.trainers.job.job_state import read_status
-    from cray_agents.trainers.job.journal import JobJournal
 
     journal, status = JobJournal(home, job_id), read_status(home, job_id)
     events = journal.events()
@@ -143,17 +145,12 @@ def _explain_job(home: Home, job_id: str) -> Answer:
 
 def _preemption(home: Home, journal: Any) -> Any:
     """Return the order to leave its nodes that a running job or its session has; else None."""
-    from cray_agents.runtime.scheduler.slurm import LEDGER, read_preemption
-    from cray_agents.trainers.job.job_state import read_handover
-
     last = read_handover(journal)
     return read_preemption(home.slurm / LEDGER, last.session or journal.job_id, last.id)
 
 
 def _explain_loop(home: Home, name: str) -> Answer:
-    from cray_agents.runtime.registry.registry import Registry
     from cray_agents.runtime.store.loop_records import LoopRecords
-    from cray_agents.trainers.job.journal import JobJournal
 
     done = LoopRecords(home, name).finished()
     jobs = (job_id for job_id in job_ids(home) if not JobJournal(home, job_id).ended)
@@ -249,8 +246,6 @@ def _sentence(text: str) -> str:
 
 
 def _explain_controller(home: Home) -> Answer:
-    from cray_agents.runtime.disk import checksums
-
     answer: Answer = {"what": CONTROLLER, "name": CONTROLLER}
     if (info := running(home)) is not None:
         controller = fetch(info, "/v1/platform").get("controller")

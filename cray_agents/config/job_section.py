@@ -6,9 +6,9 @@ beside it into a batch script.
 
 import re
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 #: What a command of the scheduler is for.
 JobKind = Literal["training", "session", "replica", "script"]
@@ -70,9 +70,40 @@ SLURM_PER_JOB = (
 )
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-MODULE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+:/-]*")
-HOURS = re.compile(r"(1?[0-9]|2[0-4])-(1?[0-9]|2[0-4])")
-MOUNT = re.compile(r"/[^:,]*(:/[^:,]*(:[A-Za-z+]+)?)?")
+
+
+def matching(pattern: str, why: str) -> AfterValidator:
+    """Return the check of a text by a pattern; `why` says what is wrong, and what to write."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text, re.DOTALL):
+            raise ValueError(f"{text!r} {why}")
+        return text
+
+    return AfterValidator(check)
+
+
+def _check_variable(pattern: str) -> str:
+    name = pattern.removesuffix("*")
+    if not VARIABLE.fullmatch(name):
+        raise ValueError(f"{pattern!r} cannot name environment variables")
+    if name.startswith(RESERVED):
+        raise ValueError(f"{pattern!r} cannot be given: Slurm and the platform set it themselves")
+    return pattern
+
+
+VariablePattern = Annotated[str, AfterValidator(_check_variable)]
+Mount = Annotated[
+    str,
+    matching("/[^:,]*(:/[^:,]*(:[A-Za-z+]+)?)?", "is no mount: write it as /a, /a:/b or /a:/b:ro"),
+]
+Option = Annotated[str, matching("--.*", "is no option: write it as --name or --name=value")]
+Module = Annotated[
+    str, matching("[A-Za-z0-9][A-Za-z0-9_.+:/-]*", "is no module's name: write it as cuda/12.9")
+]
+PrologLine = Annotated[
+    str, matching(r"(?!\s*#SBATCH).*", "has no effect in a prolog: use slurm_options")
+]
 
 
 class JobContainer(BaseModel):
@@ -84,32 +115,16 @@ class JobContainer(BaseModel):
         "pyxis", description="pyxis: srun --container-image; apptainer: apptainer exec"
     )
     image: str = Field(min_length=1, description="as the runtime names it: a path or an address")
-    mounts: list[str] = Field(
+    mounts: list[Mount] = Field(
         default_factory=list,
         description="folders beside the shared root: /a, /a:/b or /a:/b:ro",
     )
     python: str | None = Field(
         None, description="the image's Python with this package; default: the platform's own path"
     )
-    options: list[str] = Field(
+    options: list[Option] = Field(
         default_factory=list, description="more options of srun (pyxis) or of apptainer exec"
     )
-
-    @field_validator("mounts")
-    @classmethod
-    def _check_mounts(cls, mounts: list[str]) -> list[str]:
-        for mount in mounts:
-            if not MOUNT.fullmatch(mount):
-                raise ValueError(f"{mount!r} is no mount: write it as /a, /a:/b or /a:/b:ro")
-        return mounts
-
-    @field_validator("options")
-    @classmethod
-    def _check_options(cls, options: list[str]) -> list[str]:
-        for option in options:
-            if not option.startswith("--"):
-                raise ValueError(f"{option!r} is no option: write it as --name or --name=value")
-        return options
 
 
 class JobSettings(BaseModel):
@@ -120,15 +135,15 @@ class JobSettings(BaseModel):
     environment: dict[str, str] = Field(
         default_factory=dict, description="variables of each job; these win over all others"
     )
-    inherit: list[str] = Field(
+    inherit: list[VariablePattern] = Field(
         default_factory=lambda: list(INHERITED),
         description="variables of the platform that jobs get, by name or as NCCL_*",
     )
     fabric: Fabric = Field(
         "plain", description="the network's NCCL defaults for jobs with GPUs: plain, efa, ucx, none"
     )
-    modules: list[str] = Field(default_factory=list, description="for `module load`")
-    prolog: list[str] = Field(
+    modules: list[Module] = Field(default_factory=list, description="for `module load`")
+    prolog: list[PrologLine] = Field(
         default_factory=list, description="lines of bash on the first node, before the job's tasks"
     )
     tasks: Literal["node", "rank"] = Field(
@@ -150,33 +165,11 @@ class JobSettings(BaseModel):
     @classmethod
     def _check_environment(cls, environment: dict[str, str]) -> dict[str, str]:
         for name, value in environment.items():
-            _check_variable(name, name)
+            if not VARIABLE.fullmatch(_check_variable(name)):
+                raise ValueError(f"{name!r} cannot name environment variables")
             if "\0" in value:
                 raise ValueError(f"the value of {name} has a zero byte")
         return environment
-
-    @field_validator("inherit")
-    @classmethod
-    def _check_inherit(cls, patterns: list[str]) -> list[str]:
-        for pattern in patterns:
-            _check_variable(pattern.removesuffix("*"), pattern)
-        return patterns
-
-    @field_validator("modules")
-    @classmethod
-    def _check_modules(cls, modules: list[str]) -> list[str]:
-        for module in modules:
-            if not MODULE.fullmatch(module):
-                raise ValueError(f"{module!r} is no module's name: write it as cuda/12.9")
-        return modules
-
-    @field_validator("prolog")
-    @classmethod
-    def _check_prolog(cls, lines: list[str]) -> list[str]:
-        for line in lines:
-            if line.lstrip().startswith("#SBATCH"):
-                raise ValueError(f"{line!r} has no effect in a prolog: use slurm_options")
-        return lines
 
     @field_validator("slurm_options")
     @classmethod
@@ -184,13 +177,6 @@ class JobSettings(BaseModel):
         for options in by_kind.values():
             check_slurm_options(options)
         return by_kind
-
-
-def _check_variable(name: str, given: str) -> None:
-    if not VARIABLE.fullmatch(name):
-        raise ValueError(f"{given!r} cannot name environment variables")
-    if name.startswith(RESERVED):
-        raise ValueError(f"{given!r} cannot be given: Slurm and the platform set it themselves")
 
 
 def check_slurm_options(options: Sequence[str]) -> list[str]:

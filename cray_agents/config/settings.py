@@ -6,22 +6,55 @@ An unknown key is an error that names the nearest valid one.
 import difflib
 import json
 import os
-import re
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-
-from cray_agents.config.job_section import (
-    HOURS,
-    JobContainer,
-    JobSettings,
-    check_slurm_options,
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    ValidationError,
+    field_validator,
 )
-from cray_agents.config.price_section import PriceSettings
+
+from cray_agents.config.job_section import JobContainer, JobSettings, check_slurm_options, matching
 from cray_agents.errors import ConfigError
 from cray_agents.paths import Home
+
+
+# ---- The section `[prices]`: what devices and energy cost. Read by runtime/accounting/
+class PriceSettings(BaseModel):
+    """The section `[prices]`: what an hour of a device and energy cost, for `usage cost`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    currency: str = Field("USD", pattern=r"^[A-Z]{3}$", description="of all prices")
+    gpu_hour: dict[str, NonNegativeFloat] = Field(
+        default_factory=dict,
+        description="price of a GPU for an hour by Slurm's type, as {h100 = 2.5}; gpu: any other",
+    )
+    core_hour: NonNegativeFloat | None = Field(None, description="price of a core for an hour")
+    kwh: NonNegativeFloat | None = Field(
+        None, description="price of a kWh, for energy that was measured"
+    )
+
+    @property
+    def known(self) -> bool:
+        """At least one price is given."""
+        return bool(self.gpu_hour) or self.core_hour is not None or self.kwh is not None
+
+    def of_gpu(self, kind: str) -> float | None:
+        """Return the price of a GPU for an hour; None if none is given.
+
+        `kind`: its type or model, as LedgerLine has it. The longest type that is a part of it
+        counts, as in Slurm, where `h100` means `nvidia_h100_80gb_hbm3`.
+        """
+        named = [name for name in self.gpu_hour if name.lower() in kind.lower()]
+        return self.gpu_hour[max(named, key=len)] if named else self.gpu_hour.get("gpu")
+
 
 FILE = "cray-agents.toml"
 PREFIX = "CRAY_AGENTS_"
@@ -38,6 +71,23 @@ _NOT_IN_ENGINE_ARGS = {
     "--speculative-config": "give the settings speculative and speculative_tokens in its place",
     "--logprobs-mode": "training compares the logprobs that were sampled from: leave it out",
 }
+Hours = Annotated[
+    str,
+    matching("(1?[0-9]|2[0-4])-(1?[0-9]|2[0-4])", "is no span of hours: write it as 22-6"),
+]
+Tracker = Annotated[
+    str,
+    matching("(tensorboard|wandb|trackio)(:.*)?", "is none of tensorboard, wandb, trackio"),
+]
+Header = Annotated[
+    str,
+    matching(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", "is no name of a header"),
+    AfterValidator(str.lower),
+]
+Endpoint = Annotated[
+    str,
+    matching(r"https?://[^\s/?#]+[^\s?#]*", "is no URL, such as http://127.0.0.1:4318"),
+]
 
 
 class Config(BaseModel):
@@ -192,7 +242,7 @@ class Config(BaseModel):
         description="training that is never preempted, in nodes; of nodes that hold several "
         "replicas, in replicas",
     )
-    preempt_quiet_hours: list[str] = Field(
+    preempt_quiet_hours: list[Hours] = Field(
         default_factory=list,
         description='hours of the day, as ["22-6"], in which training gives way to a first replica '
         "only",
@@ -293,13 +343,13 @@ class Config(BaseModel):
     )
     load_timeout: float = Field(0, ge=0, description="seconds to load; 0: by the weights' size")
     engine_timeout: float = Field(600.0, gt=0, description="seconds without a byte from an engine")
-    otlp_endpoint: str | None = Field(
+    otlp_endpoint: Endpoint | None = Field(
         None,
         description="URL of an OpenTelemetry collector that spans are sent to, as "
         "http://127.0.0.1:4318; none: no spans",
     )
     otlp_content: bool = Field(False, description="spans have messages, redacted as when stored")
-    trackers: list[str] = Field(
+    trackers: list[Tracker] = Field(
         default_factory=list,
         description="experiment trackers that get the numbers of jobs and loops: tensorboard, "
         "wandb, trackio; wandb:/path/of/python if another Python has the package",
@@ -318,7 +368,7 @@ class Config(BaseModel):
     reward_limit: float = Field(
         1e6, gt=0, allow_inf_nan=False, description="largest absolute value of a reward"
     )
-    run_headers: list[str] = Field(
+    run_headers: list[Header] = Field(
         default_factory=list,
         description="headers that name the run of a model call, beside X-Run-Id, such as "
         "x-session-id of a client that sends a new one for each run",
@@ -342,14 +392,6 @@ class Config(BaseModel):
         default_factory=dict, description="your own regular expressions of such texts, by name"
     )
 
-    @field_validator("preempt_quiet_hours")
-    @classmethod
-    def _check_quiet_hours(cls, spans: list[str]) -> list[str]:
-        for span in spans:
-            if not HOURS.fullmatch(span):
-                raise ValueError(f"{span!r} is no span of hours: write it as 22-6")
-        return spans
-
     @property
     def quiet_hours(self) -> list[tuple[float, float]]:
         """`preempt_quiet_hours` as (from, to)."""
@@ -364,33 +406,10 @@ class Config(BaseModel):
                 raise ValueError(f"{flag}: {_NOT_IN_ENGINE_ARGS[flag]}")
         return flags
 
-    @field_validator("trackers")
-    @classmethod
-    def _check_trackers(cls, trackers: list[str]) -> list[str]:
-        for tracker in trackers:
-            if tracker.partition(":")[0] not in ("tensorboard", "wandb", "trackio"):
-                raise ValueError(f"{tracker!r} is none of tensorboard, wandb, trackio")
-        return trackers
-
-    @field_validator("run_headers")
-    @classmethod
-    def _check_run_headers(cls, headers: list[str]) -> list[str]:
-        for header in headers:
-            if not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", header):
-                raise ValueError(f"{header!r} is no name of a header")
-        return [header.lower() for header in headers]
-
     @field_validator("slurm_options")
     @classmethod
     def _check_slurm_options(cls, options: list[str]) -> list[str]:
         return check_slurm_options(options)
-
-    @field_validator("otlp_endpoint")
-    @classmethod
-    def _check_otlp_endpoint(cls, endpoint: str | None) -> str | None:
-        if endpoint is not None and not re.fullmatch(r"https?://[^\s/?#]+[^\s?#]*", endpoint):
-            raise ValueError("give a collector's URL, such as http://127.0.0.1:4318")
-        return endpoint
 
     @field_validator("trust_remote_code")
     @classmethod
@@ -452,7 +471,7 @@ def load_config(flags: dict[str, Any] | None = None, directory: Path | None = No
         return Config(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
+        key = ".".join(part for part in first["loc"] if isinstance(part, str))
         raise ConfigError(f"{key} = {first['input']!r}: {first['msg']}", param=key) from error
 
 

@@ -32,18 +32,4 @@ if TYPE_CHECKING:
     from cray_agents.promotion.sequential_test import PromotionTest as PromotionTest
     from cray_agents.promotion.sequential_test import decide as decide
 
-__getattr__, __all__ = lazy_names(
-    __name__,
-    {
-        "iteration": ["Iteration", "LoopProgress"],
-        "loop.curriculum": ["Curriculum"],
-        "loop.live.schedule": ["Daily", "Live"],
-        "loop.loop": ["Loop", "warm_up"],
-        "loop.methods": ["DPO", "GRPO", "KTO", "RFT", "SFT", "Distill", "Training"],
-        "loop.settings": ["Data", "Sampling"],
-        "loop.stop_rules": ["Budget", "Stop"],
-        "loop.warmup": ["WarmUp"],
-        "promotion.figures": ["Pair"],
-        "promotion.sequential_test": ["Decision", "PromotionTest", "decide"],
-    },
-)
+__getattr__, __all__ = lazy_names(__name__, __file__)

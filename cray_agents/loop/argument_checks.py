@@ -35,34 +35,13 @@ KINDS: dict[str, tuple[type, ...]] = {
     "platform": (Platform, type(None)),
 }
 CHOICES = {"changed": ("refuse", "accept"), "control": (None, "shuffled-rewards")}
-#: Where earlier keywords of Loop went.
-MOVED = {
-    "attempts": "method: GRPO(group_size=...)",
-    "tasks_per_generation": "method: GRPO(tasks_per_iteration=...)",
-    "hyperparameters": "method: GRPO(training=Training(...))",
-    "evaluate_every": "method: GRPO(evaluate_every=...)",
-    "teacher": "method: Distill(teacher=...)",
-    "logprob_limit": "method: GRPO(training=Training(logprob_limit=...))",
-    **{
-        name: f"sampling=Sampling({name}=...)"
-        for name in ("temperature", "seed", "seeded", "concurrency")
-    },
-    "staleness": "sampling=Sampling(max_staleness=...)",
-    "close_at": "sampling=Sampling(straggler_quantile=...)",
-    "resample": "sampling=Sampling(dynamic_sampling=...)",
-    **{name: f"data=Data({name}=...)" for name in Data.model_fields},
-    **{name: f"stop=Stop({name}=...)" for name in Stop.model_fields},
-    "watch": "live=Live(...)",
-    "generations": "run(iterations=...)",
-}
 
 
 def check_keywords(given: Sequence[str], known: Sequence[str]) -> None:
-    """Refuse keywords that a Loop does not have, with the place of earlier ones. BadInput."""
+    """Refuse keywords that a Loop does not have. Raises BadInput."""
     for name in given:
         if name not in known:
-            place = f"it is in {MOVED[name]} now" if name in MOVED else f"give {', '.join(known)}"
-            raise BadInput(f"a Loop has no {name}: {place}", param=name)
+            raise BadInput(f"a Loop has no {name}: give {', '.join(known)}", param=name)
 
 
 def check_types(loop: Any) -> None:
@@ -86,10 +65,7 @@ def check_types(loop: Any) -> None:
         value = getattr(loop, name)
         if not isinstance(value, kinds):
             raise BadInput(f"{name}={value!r}: give a {kinds[0].__name__}", param=name)
-    for name, values in (
-        ("changed", ("refuse", "accept")),
-        ("control", (None, "shuffled-rewards")),
-    ):
+    for name, values in CHOICES.items():
         value = getattr(loop, name)
         if not isinstance(value, str | None) or value not in values:
             choices = " or ".join(map(repr, values))

@@ -6,7 +6,7 @@ the seed decides, until the test of promotion/sequential_test.py has seen enough
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from cray_agents.errors import BadInput, HookError
 from cray_agents.iteration import Iteration, decisions_in
 from cray_agents.loop.phase_timer import PhaseTimer
 from cray_agents.loop.rollouts import (
+    ENVIRONMENT_ERRORS,
     RolloutRequest,
     Rollouts,
     attempts_at,
@@ -21,22 +22,35 @@ from cray_agents.loop.rollouts import (
     success,
 )
 from cray_agents.loop.version_gate import VersionGate
-from cray_agents.loop.worker_runs import ENVIRONMENT_ERRORS
+from cray_agents.messages import asked_text
 from cray_agents.platform.client import Platform
 from cray_agents.promotion.figures import Pair
-from cray_agents.promotion.paired_evidence import PairedEvidence, entry_of, paired
 from cray_agents.promotion.sequential_test import (
     WHOLE,
     Decision,
     Gaps,
+    PairedEvidence,
     PromotionTest,
     decide,
     deciding_tasks,
+    entry_of,
     guard_tag,
+    paired,
     plan,
     probe_tasks,
 )
-from cray_agents.records import UNSCORED, ModelVersion, ProbeReport, Run, Split, Task
+from cray_agents.records import (
+    HELD_OUT_ENTRY,
+    UNSCORED,
+    HeldOut,
+    ModelVersion,
+    ProbeReport,
+    Run,
+    Split,
+    Task,
+    digest,
+)
+from cray_agents.tasks.leakage import task_key
 from cray_agents.tasks.task_set import TaskSet
 
 OnDone = Callable[[int], None]
@@ -261,3 +275,31 @@ def _let_down(run: Run) -> bool:
     """
     hooked = run.error is not None and run.error.type in SET_OFF
     return failed_by_infrastructure(run) and not hooked
+
+
+# ---- Held-out inputs in a loop's journal: no training set may hold them
+# Datasets must exclude held-out inputs, including tasks that have not been run yet. So the loop
+# writes all held-out and test inputs to its journal first, as `held-<content hash>`. Writing them
+# twice changes nothing, and they are never removed.
+MAX_CHARACTERS = 2**22  # of an entry's texts, but for its last one: a body has its limit
+
+
+async def hold_out(platform: Platform, loop: str, tasks: TaskSet) -> None:
+    """Keep the inputs of all held-out and test tasks out of the loop's training sets."""
+    for entry in _entries([*tasks.split("holdout"), *tasks.split("test")]):
+        record = entry.model_dump(mode="json", exclude_defaults=True)
+        await platform.remember(loop, f"{HELD_OUT_ENTRY}{digest(record)}", record)
+
+
+def _entries(tasks: Sequence[Task]) -> Iterator[HeldOut]:
+    inputs, worlds, size = list[tuple[str, str]](), list[tuple[str, str]](), 0
+    for task in tasks:
+        world = task.world is not None
+        text, known = (task_key(task), worlds) if world else (asked_text(task.input), inputs)
+        known.append((f"{task.split} task {task.id}", text))
+        size += len(text)
+        if size >= MAX_CHARACTERS:
+            yield HeldOut(inputs=inputs, worlds=worlds)
+            inputs, worlds, size = [], [], 0
+    if inputs or worlds:
+        yield HeldOut(inputs=inputs, worlds=worlds)

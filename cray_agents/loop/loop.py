@@ -10,6 +10,7 @@ collector.py (runs), dataset_recipes.py, evaluator.py, stop_rules.py.
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
@@ -33,12 +34,10 @@ from cray_agents.loop.dataset_recipes import (
     recipe_of,
     units_in,
 )
-from cray_agents.loop.evaluator import version_named
-from cray_agents.loop.holdout_journal import hold_out
+from cray_agents.loop.evaluator import hold_out, version_named
 from cray_agents.loop.live.schedule import Live
 from cray_agents.loop.methods import RFT, Distill, Method, Scheduled, ended, scheduled, scheduled_at
 from cray_agents.loop.phase_timer import PhaseTimer
-from cray_agents.loop.remarks import remarks_on, successes_by_kind
 from cray_agents.loop.rollouts import success
 from cray_agents.loop.settings import Control, Data, LoopSettings, Sampling
 from cray_agents.loop.settings_record import record_settings, settings_record
@@ -54,7 +53,7 @@ from cray_agents.promotion.sequential_test import PromotionTest
 from cray_agents.records import ModelVersion, ProbeReport, Run, Split
 from cray_agents.rewards.reward import RewardFunction
 from cray_agents.tasks.task_set import TaskSet
-from cray_agents.training_jobs import JobStatus
+from cray_agents.training_jobs import MANY_EPOCHS, JobStatus
 
 STOP_SECONDS = 30.0  # for an interrupted loop to record the ends of its runs
 
@@ -86,7 +85,7 @@ class Loop:
         changed: `accept` goes on although the settings differ from those at the loop's start.
         on_progress: called with each LoopProgress.
 
-    Raises BadInput for settings that cannot be, and for earlier names of settings.
+    Raises BadInput for settings that cannot be, and for unknown ones.
     """
 
     agent: Agent
@@ -106,7 +105,7 @@ class Loop:
     on_progress: Callable[[LoopProgress], None] = lambda progress: None
 
     def __new__(cls, *args: Any, **given: Any) -> "Loop":
-        """Refuse earlier keywords by name, with their new place."""
+        """Refuse unknown keywords by name."""
         check_keywords(list(given), [each.name for each in fields(cls)])
         return object.__new__(cls)
 
@@ -473,3 +472,53 @@ def warm_up(loop: Loop, plan: WarmUp | None = None) -> ModelVersion:
             await loop._client.close()
 
     return user_code.wait_for(alone(), STOP_SECONDS)
+
+
+# ---- Remarks on an iteration: what its figures alone would hide. Called by loop.py
+SMALL, TWICE = 64, 2.0  # a set of fewer samples is learned by heart when it is seen again
+COOL = 0.8  # a temperature that few models need to be below
+FEW = 0.1  # of a set: so many demonstrations teach little beside the runs
+MANY = 100  # kinds: a key with more values names tasks
+
+
+def successes_by_kind(runs: Sequence[Run], loop: LoopSettings, method: Method) -> dict[str, int]:
+    """Count the good runs of each kind: each value of the curriculum's, balance's or guard's key.
+
+    A good run has the method's least reward; where it has none, more than the least of all.
+    """
+    key = loop.data.curriculum.key or loop.data.balance_by or loop.promotion.guard
+    least, good = min_reward_for(loop.data, method), Counter[str]()
+    for run in runs:
+        kind = run.task.metadata.get(key) if run.task is not None and key is not None else None
+        if kind is not None and run.reward is not None:
+            good[str(kind)] += (
+                run.reward > loop.promotion.low if least is None else run.reward >= least
+            )
+    return dict(sorted(good.items())) if len(good) <= MANY else {}
+
+
+def remarks_on(new: Iteration, done: Sequence[Iteration], loop: LoopSettings) -> list[str]:
+    """The remarks on an iteration that trained, as sentences without a full stop."""
+    remarks, won = [], Counter[str]()
+    if new.epochs > MANY_EPOCHS or (new.samples < SMALL and new.epochs >= TWICE):
+        now = loop.sampling.temperature
+        cooler = f", or a lower temperature, such as {COOL:g} (now {now:g})" if now > COOL else ""
+        remarks.append(
+            f"a set of {new.samples} samples, each seen {new.epochs:.3g} times, is rather learned "
+            f"by heart: larger groups or more tasks bring more good runs{cooler}"
+        )
+    if new.demonstrations > FEW * new.samples:
+        remarks.append(
+            f"{new.demonstrations / new.samples:.0%} of the set are demonstrations, from which it "
+            "learns whatever the rewards are: a loop without them shows what these teach"
+        )
+    for iteration in (*done, new):
+        won.update(iteration.kinds)
+    if never := ", ".join(sorted(kind for kind, count in won.items() if not count)):
+        remarks.append(
+            f"kinds without any success so far: {never}; they need demonstrations, easier tasks or "
+            "a reward for a part"
+        )
+    if loop.control is not None and new.promoted:
+        remarks.append("a control was promoted: what the loop gains may be without rewards, too")
+    return remarks

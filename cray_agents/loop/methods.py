@@ -24,14 +24,6 @@ from cray_agents.training_jobs import (
     TrainingSettings,
 )
 
-#: Earlier names of fields.
-RENAMED = {
-    "generations": "iterations",
-    "attempts": "group_size",
-    "tasks_per_generation": "tasks_per_iteration",
-    "hyperparameters": "training=Training(...)",
-}
-
 
 class Training(TrainingSettings):
     """Settings of a loop's training jobs.
@@ -86,13 +78,6 @@ class Method(StrictRecord):
     parent: Literal["promoted", "latest"] = "promoted"
     evaluate_every: int = Field(1, ge=1)
     training: Training = Field(default_factory=Training)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_earlier_names(cls, given: Any) -> Any:
-        for old in RENAMED.keys() & set(given if isinstance(given, dict) else ()):
-            raise ValueError(f"{old} is now {RENAMED[old]}")
-        return given
 
     @model_validator(mode="after")
     def _check_evaluation(self) -> Self:

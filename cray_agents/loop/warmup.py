@@ -22,7 +22,7 @@ from typing import Any
 from cray_agents.errors import BadInput, JobError
 from cray_agents.iteration import LoopProgress
 from cray_agents.loop.dataset_recipes import min_reward_for
-from cray_agents.loop.holdout_journal import hold_out
+from cray_agents.loop.evaluator import hold_out
 from cray_agents.loop.methods import Training
 from cray_agents.loop.settings import Demonstration, LoopSettings
 from cray_agents.platform.client import Platform

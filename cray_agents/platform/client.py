@@ -17,7 +17,6 @@ from cray_agents.engines.openai_engine import KeySource, OpenAIEngine, run_event
 from cray_agents.errors import BadInput, Corrupt, CrayError, JobError, NotFound
 from cray_agents.platform.training_session import TrainingSession
 from cray_agents.platform.transport import Recording, Transport
-from cray_agents.platform.views import Views
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import ModelVersion, ProbeReport, Reward, Run
 from cray_agents.training_jobs import (
@@ -28,6 +27,67 @@ from cray_agents.training_jobs import (
     Layout,
     MethodName,
 )
+
+# ---- Views: what pages show of a platform, for programs: parts of runs, statistics, usage, changes
+Json = dict[str, Any]
+
+
+class Views:
+    """The routes of a platform that show things. Filters are those of `Platform.runs`.
+
+    Raises the errors of `Platform`.
+    """
+
+    def __init__(self, http: Transport) -> None:
+        self._http = http
+
+    async def get(self, path: str, **query: Any) -> Json:
+        """Return what a route that shows something answers, as `get("/cost", by="loop")`.
+
+        `path`: as the HTTP reference lists it, behind `/v1`.
+        """
+        return await self._http.get(path, query)
+
+    async def outline(self, run_id: str, first: int = 0, limit: int = 10_000) -> Json:
+        """Return a run's facts, rewards, and a mark for each turn: sizes, tools, errors."""
+        return await self._http.get(
+            f"/trajectories/{run_id}/outline", {"from": first, "limit": limit}
+        )
+
+    async def stats(self, by: str = "", **options: Any) -> Json:
+        """Return figures of the matching runs by group.
+
+        `options`: filters, and bucket, facets, histograms, bins, sample, percentiles, limit.
+        """
+        return await self._http.get("/trajectories/stats", {"by": by, **options})
+
+    async def queue(self) -> Json:
+        """Return the requests at the engines and those that wait, by class and key."""
+        return await self._http.get("/queue")
+
+    async def warnings(self, since: float | None = None) -> list[Json]:
+        """Return failures that raise no error, in runs begun since then (24 hours ago)."""
+        query = {} if since is None else {"since": since}
+        return list((await self._http.get("/health/warnings", query))["data"])
+
+    async def jobs(self) -> list[Json]:
+        """Return the newest training jobs, newest first."""
+        return list((await self._http.get("/jobs"))["data"])
+
+    async def loops(self) -> AsyncIterator[Json]:
+        """Yield the loops, newest change first, with last iteration and held-out success."""
+        async for row in self._rows("/loops", {"limit": 100}):
+            yield row
+
+    async def changes(self, after: str | None = None) -> AsyncIterator[Json]:
+        """Yield what changes on the platform: kind, id, change, and the `cursor` to go on after.
+
+        It ends when the platform does; call it again with the last cursor then.
+        """
+        query = {} if after is None else {"after": after}
+        async for cursor, data in self._http.events("/events", query):
+            yield {**data, "cursor": cursor}
+
 
 URL = "http://127.0.0.1:8000"
 POLL = 0.02, 0.25  # seconds between looks at a running job, at least and at most
@@ -134,17 +194,19 @@ class Platform:
         stop_reason, min_reward, max_reward, error, since, until, text, and tag, which may be a list
         (runs with all of them); and order.
         """
-        async for item in self._list_runs({**filters, "limit": page}):
+        async for item in self._rows("/trajectories", {**filters, "limit": page}):
             yield Run.model_validate(item)
 
     async def summaries(self, **filters: Any) -> AsyncIterator[dict[str, Any]]:
         """Yield the index rows of stored runs, with their token counts; `filters` as of `runs`."""
-        async for row in self._list_runs({**filters, "view": "summary", "limit": 1000}):
+        query = {**filters, "view": "summary", "limit": 1000}
+        async for row in self._rows("/trajectories", query):
             yield row
 
-    async def _list_runs(self, query: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def _rows(self, path: str, query: Json) -> AsyncIterator[Json]:
+        """Yield the rows of all pages of a list."""
         while True:
-            answer = await self._http.get("/trajectories", query)
+            answer = await self._http.get(path, query)
             for row in answer["data"]:
                 yield row
             if not answer["has_more"]:

@@ -183,14 +183,10 @@ def typed_error(error: "openai.APIStatusError") -> CrayError:
     body: dict[str, Any] = error.body if isinstance(error.body, dict) else {}
     message = str(body.get("message") or error.message)
     code = body.get("code")
-    if code == PoolBusy.code:
-        return PoolBusy(message)
-    if code == Displaces.code:
-        return Displaces(message)
-    if code == SwapError.code:
-        return SwapError(message)
-    if code == JobError.code:
-        return JobError(message)
+    kinds: tuple[type[CrayError], ...] = (PoolBusy, Displaces, SwapError, JobError)
+    for kind in kinds:
+        if code == kind.code:
+            return kind(message)
     if error.status_code in (401, 403):
         return AccessDenied(message, status=error.status_code, code=code, param=body.get("param"))
     if error.status_code == 429:

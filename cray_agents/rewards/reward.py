@@ -2,7 +2,7 @@
 
 A reward that fails is a RewardError on the run, never a 0. The run then has no reward until it is
 scored again. Called by agent authors and the loop. Read next: llm_judge.py, rewards that a model
-gives; runtime/datasets/advantages.py, the effect of a turn's reward on its tokens.
+gives; runtime/datasets/selection.py, the effect of a turn's reward on its tokens.
 """
 
 import contextlib

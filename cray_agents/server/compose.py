@@ -79,10 +79,12 @@ from cray_agents.server.gateway_ports import Ports, address
 from cray_agents.server.gpu_turns import TrainingSide, take_turns
 from cray_agents.server.permissions import keep_private, prepare_kv_tier
 from cray_agents.server.platform_process import ReplicaCount, distribution_version
-from cray_agents.server.replica_count import keep_replica_count, replica_rule, scaling_rules
-from cray_agents.server.replica_devices import (
+from cray_agents.server.replica_count import (
     devices_of_replicas,
+    keep_replica_count,
     replica_command,
+    replica_rule,
+    scaling_rules,
     serving_device,
 )
 from cray_agents.server.root_claim import describe_inheritance, say, stand_by, start_anew

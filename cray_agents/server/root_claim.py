@@ -32,13 +32,7 @@ from cray_agents.runtime.controller_lease import (
 from cray_agents.runtime.fine_tuning.job_records import TuningFolder
 from cray_agents.runtime.gateway.http.api_keys import PLATFORM_PREFIX
 from cray_agents.server.gateway_ports import Ports, address, address_elsewhere, open_ports
-from cray_agents.server.platform_process import (
-    is_gone,
-    is_visible,
-    owner,
-    refuse_second,
-    submitter,
-)
+from cray_agents.server.platform_process import is_gone, is_visible, owner, refuse_second, submitter
 from cray_agents.trainers.job.job_state import unfinished_jobs
 
 KILLED_SECONDS = 5.0  # that a silent predecessor may take to be gone

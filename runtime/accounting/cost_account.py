@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from cray_agents.config.price_section import PriceSettings
+from cray_agents.config.settings import PriceSettings
 from cray_agents.queries import RunFilter
 from cray_agents.records import Record
 from cray_agents.runtime.accounting.holdings import HOUR, LedgerAccount, Piece

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from cray_agents.config.price_section import PriceSettings
+from cray_agents.config.settings import PriceSettings
 from cray_agents.errors import BadInput, CrayError, NotFound
 from cray_agents.iteration import Iteration, promoted_holdout_success
 from cray_agents.paths import Home

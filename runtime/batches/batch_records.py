@@ -8,7 +8,7 @@ import re
 import shutil
 import time
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -23,7 +23,6 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/em
 MAX_WINDOW = 30 * 86400  # seconds
 _WINDOW = re.compile(r"([1-9][0-9]{0,3})([hd])")
 
-Kind = TypeVar("Kind", bound=Record)
 Status = Literal[
     "validating",
     "failed",
@@ -220,19 +219,19 @@ class BatchFolder:
 
     def accepted(self) -> Accepted | None:
         """Read in_progress.json, which exists once the input is valid."""
-        return _read(Accepted, self.accepted_file)
+        return checksums.find_record(Accepted, self.accepted_file)
 
     def finalizing(self) -> Finalizing | None:
         """Read finalizing.json, which exists once every line has its result."""
-        return _read(Finalizing, self.finalizing_file)
+        return checksums.find_record(Finalizing, self.finalizing_file)
 
     def end(self) -> BatchEnd | None:
         """Read end.json, which exists once the batch has ended."""
-        return _read(BatchEnd, self.end_file)
+        return checksums.find_record(BatchEnd, self.end_file)
 
     def cancelled_at(self) -> int | None:
         """Return the time of the request to cancel the batch."""
-        cancelling = _read(Cancelling, self.cancelling_file)
+        cancelling = checksums.find_record(Cancelling, self.cancelling_file)
         return cancelling.at if cancelling else None
 
     def stopped(self, request: BatchRequest) -> Stopped | None:
@@ -301,10 +300,3 @@ def _count(counts: Any, *names: str) -> int:
 
 def _json(record: Record) -> bytes:
     return checksums.with_crc(record.model_dump_json(exclude_none=True).encode())
-
-
-def _read(kind: type[Kind], path: Path) -> Kind | None:
-    try:
-        return checksums.read_record(kind, path)
-    except FileNotFoundError:
-        return None

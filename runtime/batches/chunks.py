@@ -271,11 +271,7 @@ def set_aside(path: Path) -> None:
 
 def sealed_chunks(folder: BatchFolder) -> Iterator[int]:
     """Yield the numbers of the sealed chunks."""
-    try:
-        names = os.listdir(folder.done)  # noqa: PTH208  only names are used
-    except FileNotFoundError:
-        return
-    for name in names:
+    for name in durable.names_in(folder.done):
         if name.endswith(".jsonl") and not name.startswith("."):
             yield int(name.removesuffix(".jsonl"))
 

@@ -89,11 +89,7 @@ class Holder:
 def fences(claims: Path) -> dict[str, int]:
     """Return the newest fence number of every claimed name."""
     newest: dict[str, int] = {}
-    try:
-        names = os.listdir(claims)  # noqa: PTH208  only names are used
-    except FileNotFoundError:
-        return {}
-    for match in filter(None, map(_CLAIM.fullmatch, names)):
+    for match in filter(None, map(_CLAIM.fullmatch, durable.names_in(claims))):
         newest[match[1]] = max(newest.get(match[1], 0), int(match[2]))
     return newest
 

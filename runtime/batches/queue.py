@@ -94,8 +94,7 @@ class BatchQueue:
                 directory.mkdir()
             # a link, so that the batch keeps its input if the file is deleted
             os.link(self._files.path(request.input_file_id), draft.input)
-            text = checksums.with_crc(complete.model_dump_json().encode())
-            durable.write_file(draft.request_file, text)
+            durable.write_file(draft.request_file, checksums.record_text(complete))
             published = durable.publish_directory(draft.root, folder.root)
         finally:
             if not published:

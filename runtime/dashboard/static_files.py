@@ -6,13 +6,13 @@ load nothing from elsewhere and make no markup of text. Called by gateway/routes
 `viewer.html` is not served: exports/formats/html.py makes files of it.
 """
 
-import hashlib
 import re
 import secrets
 import time
 from pathlib import Path
 
 from cray_agents.errors import AccessDenied, NotFound, SetupError, TooManyRequests
+from cray_agents.runtime.disk import durable
 
 STATIC = Path(__file__).parent / "static"
 POLICY = (
@@ -61,7 +61,7 @@ class StaticFile:
                 break
         else:
             self.body = path.read_bytes()
-        self.headers["etag"] = f'"{hashlib.sha256(self.body).hexdigest()[:24]}"'
+        self.headers["etag"] = f'"{durable.sha256(self.body)[:24]}"'
 
 
 def page(accepted: str, folder: Path = STATIC) -> StaticFile | None:
@@ -123,12 +123,14 @@ class SignIns:
                 retry_after=SECONDS,
             )
         token = secrets.token_urlsafe(32)
-        self._waiting[_hash(token)] = (now + SECONDS, api_key)
+        self._waiting[durable.sha256(token.encode(errors="replace"))] = (now + SECONDS, api_key)
         return token
 
     def exchange(self, token: str) -> str:
         """Return the key that a token stands for, once. Raises AccessDenied."""
-        until, api_key = self._waiting.pop(_hash(token), (0.0, ""))
+        until, api_key = self._waiting.pop(
+            durable.sha256(token.encode(errors="replace")), (0.0, "")
+        )
         if until <= time.monotonic():
             raise AccessDenied(
                 f"this link was used, or is older than {SECONDS:.0f} s: `cray-agents dashboard` "
@@ -137,7 +139,3 @@ class SignIns:
                 param="token",
             )
         return api_key
-
-
-def _hash(token: str) -> str:
-    return hashlib.sha256(token.encode(errors="replace")).hexdigest()

@@ -14,28 +14,3 @@ Called by the gateway (in a process of its own, build_process.py), fine_tuning a
 Read next: build.py, which builds a dataset; reader.py, which reads one; selection.py,
 which decides on the runs.
 """
-
-from typing import TYPE_CHECKING, Any
-
-from cray_agents.runtime.datasets.reader import dataset_runs, list_datasets, read_dataset, shards
-
-if TYPE_CHECKING:
-    from cray_agents.runtime.datasets.build import build_dataset, plan_dataset
-
-__all__ = [
-    "build_dataset",
-    "dataset_runs",
-    "list_datasets",
-    "plan_dataset",
-    "read_dataset",
-    "shards",
-]
-
-
-def __getattr__(name: str) -> Any:
-    """Import build.py on first use: a light install has no numpy but may read datasets."""
-    if name not in ("build_dataset", "plan_dataset"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from cray_agents.runtime.datasets import build
-
-    return getattr(build, name)

@@ -9,7 +9,7 @@
                 an accepted run, how many of its turns are left out as they were cut off, and what
                 its conversation has and its tokens lack
 
-Written by build.py, a few thousand lines at a time. The counts go to the manifest and card.py.
+Written by build.py, a few thousand lines at a time. The counts go to the manifest and build.py.
 """
 
 from collections import Counter

@@ -1,7 +1,7 @@
 """Decontamination: find texts that equal, resemble or contain a text held out from training.
 
 `BlockedTexts.of` collects the texts that a queries.Decontamination names. They are inputs of
-held-out tasks, from the journals of loops (cray_agents/loop/holdout_journal.py) and from runs, and
+held-out tasks, from the journals of loops (cray_agents/loop/evaluator.py) and from runs, and
 texts of given files. cray_agents/tasks/text_index.py compares them. Called by build.py and
 selection.py.
 

@@ -9,15 +9,17 @@ from itertools import groupby
 from typing import Any
 
 from cray_agents.queries import DatasetRecipe
-from cray_agents.runtime.datasets.advantages import (
+from cray_agents.runtime.datasets.run_samples import TokenSample
+from cray_agents.runtime.datasets.selection import (
+    AHEAD,
+    CandidateRun,
+    Selection,
     Steps,
     all_equal,
     outcome_advantages,
     rewarded_steps,
     step_advantages,
 )
-from cray_agents.runtime.datasets.run_samples import TokenSample
-from cray_agents.runtime.datasets.selection import AHEAD, CandidateRun, Selection
 
 Group = list[CandidateRun]
 GROUPS = 1024  # at most in one page
@@ -126,7 +128,7 @@ class Sft(GroupMethod):
 
 
 class Grpo(GroupMethod):
-    """Groups of a task's scored runs, with advantages (advantages.py).
+    """Groups of a task's scored runs, with advantages (selection.py).
 
     The mean and the standard deviation cover every scored run of the group. This includes runs with
     missing or contaminated tokens, and runs over the limit.

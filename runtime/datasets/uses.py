@@ -192,10 +192,7 @@ class Ledger:
 
 
 def _read(path: Path) -> Commit | None:
-    try:
-        return checksums.read_record(Commit, path, COMMIT_FORMAT)
-    except FileNotFoundError:
-        return None
+    return checksums.find_record(Commit, path, COMMIT_FORMAT)
 
 
 def _line(commit: Commit) -> bytes:

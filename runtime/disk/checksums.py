@@ -53,6 +53,11 @@ def with_crc(text: bytes) -> bytes:
     return b'%b%b%08x"}' % (text, MARK, zlib.crc32(text))
 
 
+def record_text(record: BaseModel) -> bytes:
+    """Return a record as JSON with its checksum."""
+    return with_crc(record.model_dump_json().encode())
+
+
 def is_whole(text: bytes) -> bool:
     """Tell whether a text ends in a checksum and matches it."""
     start = len(text) - TAIL
@@ -116,6 +121,14 @@ def read_record(kind: type[Kind], path: Path, known: int = 1) -> Kind:
             content.pop(FORMAT, None)  # some kinds take no other fields
         text = dump_json(content)
     return parse_as(kind, text, path)
+
+
+def find_record(kind: type[Kind], path: Path, known: int = 1) -> Kind | None:
+    """Read a file as `read_record` does; None where there is none. Raises Corrupt, NewerFormat."""
+    try:
+        return read_record(kind, path, known)
+    except FileNotFoundError:
+        return None
 
 
 def _parse_known(text: bytes, known: int, path: Path) -> Any:

@@ -1,6 +1,6 @@
 """LineFormat: turn a run, or a pair of runs, into records and codes of losses.
 
-A format's module defines a LineFormat and knows nothing of files; formats/catalog.py lists all. A
+A format's module defines a LineFormat and knows nothing of files; exports/exporter.py lists all. A
 run that a format cannot carry is the error `unsupported_export`. Anything else left out is a loss,
 named by a code that losses.py explains in a sentence. Used by all formats.
 """

@@ -14,7 +14,7 @@ import shutil
 import sys
 import tarfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ from cray_agents.processes import die_with_parent
 from cray_agents.queries import RunFilter
 from cray_agents.records import StrictRecord, new_id
 from cray_agents.runtime.exports import exporter
-from cray_agents.runtime.exports.export_files import ExportProgress
 from cray_agents.runtime.exports.export_format import LineFormat
+from cray_agents.runtime.exports.losses import ExportCounts, LossRules
 from cray_agents.runtime.exports.sources import ExportSource
 
 NICE = 10  # the gateway goes first
@@ -98,15 +98,15 @@ def answer(request: ExportRequest) -> Iterator[bytes]:
         )
     else:
         source = exporter.open_runs(home, request.filter, request.skip_missing)
-    rules = exporter.LossRules(request.strict, frozenset(request.allow), request.skip_unsupported)
+    rules = LossRules(request.strict, frozenset(request.allow), request.skip_unsupported)
     if isinstance(form, LineFormat) and form.pack is None:
         return _lines(source, form, rules)
     return _files(home, source, form, rules)
 
 
-def _lines(source: ExportSource, form: LineFormat, rules: exporter.LossRules) -> Iterator[bytes]:
-    counts = exporter.ExportCounts(rules)
-    data = exporter.stream(source, form, counts, _ignore_progress)
+def _lines(source: ExportSource, form: LineFormat, rules: LossRules) -> Iterator[bytes]:
+    counts = ExportCounts(rules)
+    data = exporter.stream(source, form, counts)
     first, size = [], 0
     while size < SMALL and (piece := next(data, None)) is not None:
         first.append(piece)
@@ -116,8 +116,8 @@ def _lines(source: ExportSource, form: LineFormat, rules: exporter.LossRules) ->
     if size < SMALL:
         head |= {"length": size, "losses": dict(counts.losses)}
     elif rules.strict:
-        checked = exporter.ExportCounts(rules)
-        for _ in exporter.stream(source, form, checked, _ignore_progress):
+        checked = ExportCounts(rules)
+        for _ in exporter.stream(source, form, checked):
             pass
         head |= {"losses": dict(checked.losses)}
     yield _line(head)
@@ -125,7 +125,7 @@ def _lines(source: ExportSource, form: LineFormat, rules: exporter.LossRules) ->
 
 
 def _files(
-    home: Home, source: ExportSource, form: exporter.Format, rules: exporter.LossRules
+    home: Home, source: ExportSource, form: exporter.Format, rules: LossRules
 ) -> Iterator[bytes]:
     """Yield a file, or a folder as a tar, made whole before it is sent."""
     _remove_abandoned(home)
@@ -138,15 +138,11 @@ def _files(
     try:
         done = exporter.export(source, form, target, rules=rules)
         losses = {code: loss.count for code, loss in done.losses.items()}
-        if target.is_file():
-            size = target.stat().st_size
-            yield _line({"type": kind, "name": target.name, "length": size, "losses": losses})
-            yield from _read(target)
-        else:
-            files = sorted(path for path in target.rglob("*") if path.is_file())
-            yield _line({"type": TAR, "name": f"{name}.tar", "length": _tar_size(files),
-                         "losses": losses})  # fmt: skip
-            yield from _tar(files, folder)
+        if target.is_dir():
+            kind, target = TAR, _packed(target)
+        size = target.stat().st_size
+        yield _line({"type": kind, "name": target.name, "length": size, "losses": losses})
+        yield from _read(target)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -157,20 +153,16 @@ def _read(path: Path) -> Iterator[bytes]:
             yield piece
 
 
-def _tar(files: Sequence[Path], root: Path) -> Iterator[bytes]:
-    """Yield a tar archive of files, named by their paths under `root`; it has no times."""
-    for path in files:
-        about = tarfile.TarInfo(path.relative_to(root).as_posix())
-        about.size = path.stat().st_size
-        yield about.tobuf(tarfile.USTAR_FORMAT)
-        yield from _read(path)
-        yield bytes(-about.size % tarfile.BLOCKSIZE)
-    yield bytes(2 * tarfile.BLOCKSIZE)  # the end
-
-
-def _tar_size(files: Sequence[Path]) -> int:
-    blocks = [1 + -(-path.stat().st_size // tarfile.BLOCKSIZE) for path in files]
-    return (sum(blocks) + 2) * tarfile.BLOCKSIZE
+def _packed(folder: Path) -> Path:
+    """Pack a folder into a tar beside it, and return that; it has no times."""
+    packed = folder.with_name(f"{folder.name}.tar")
+    with tarfile.open(packed, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            about = tarfile.TarInfo(path.relative_to(folder.parent).as_posix())
+            about.size = path.stat().st_size
+            with path.open("rb") as file:
+                tar.addfile(about, file)
+    return packed
 
 
 def _remove_abandoned(home: Home) -> None:
@@ -182,10 +174,6 @@ def _remove_abandoned(home: Home) -> None:
 
 def _line(value: dict[str, Any]) -> bytes:
     return orjson.dumps(value) + b"\n"
-
-
-def _ignore_progress(progress: ExportProgress) -> None:
-    pass
 
 
 if __name__ == "__main__":

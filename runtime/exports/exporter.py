@@ -2,8 +2,8 @@
 
 `export` writes a draft and renames it, so a killed one leaves no half file under the target's name;
 started again, it begins anew. `stream` yields lines for a client. Called by the command line and
-export_process.py. Read next: sources.py for the items, export_files.py for the writing,
-formats/catalog.py for the formats.
+export_process.py. FORMATS has the formats by name. Read next: sources.py for the items,
+export_files.py for the writing.
 """
 
 import difflib
@@ -15,11 +15,9 @@ from typing import cast, get_args
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.queries import RunFilter
-from cray_agents.runtime.datasets import read_dataset, shards
-from cray_agents.runtime.datasets.reader import SplitName
+from cray_agents.runtime.datasets.reader import SplitName, read_dataset, shards
 from cray_agents.runtime.exports.export_files import (
     SHARD_SIZE,
-    ExportProgress,
     OnProgress,
     TableFormat,
     draft_of,
@@ -30,34 +28,38 @@ from cray_agents.runtime.exports.export_files import (
     writer_of,
 )
 from cray_agents.runtime.exports.export_format import LineFormat
-from cray_agents.runtime.exports.formats.catalog import FORMATS
-from cray_agents.runtime.exports.losses import (
-    ExportCounts,
-    ExportLoss,
-    LossRules,
-    describe_losses,
+from cray_agents.runtime.exports.formats.atif import ATIF
+from cray_agents.runtime.exports.formats.fine_tuning_lines import (
+    OPENAI,
+    OPENAI_PREFERENCE,
+    TRL,
+    TRL_PREFERENCE,
+    TRL_PROMPT_COMPLETION,
 )
+from cray_agents.runtime.exports.formats.html import HTML
+from cray_agents.runtime.exports.formats.huggingface import HUGGINGFACE
+from cray_agents.runtime.exports.formats.inspect_eval import EVAL
+from cray_agents.runtime.exports.formats.jsonl import JSONL, OPENENV
+from cray_agents.runtime.exports.formats.otel import OTEL
+from cray_agents.runtime.exports.formats.sharegpt import SHAREGPT
+from cray_agents.runtime.exports.formats.tokens import TOKENS
+from cray_agents.runtime.exports.formats.verl import VERL
+from cray_agents.runtime.exports.losses import ExportCounts, ExportLoss, LossRules, describe_losses
 from cray_agents.runtime.exports.sources import DatasetRuns, ExportSource, StoredRuns
 from cray_agents.runtime.store import Store
 
-__all__ = [
-    "SHARD_SIZE",
-    "ExportCounts",
-    "ExportProgress",
-    "Format",
-    "LossRules",
-    "OnProgress",
-    "Summary",
-    "describe_losses",
-    "export",
-    "format_named",
-    "has_validation",
-    "open_dataset",
-    "open_runs",
-    "stream",
-]
-
 Format = LineFormat | TableFormat
+#: An added format is listed here.
+_LINES = (JSONL, OPENAI, OPENAI_PREFERENCE, TRL, TRL_PROMPT_COMPLETION, TRL_PREFERENCE, SHAREGPT,
+          ATIF, OTEL, OPENENV, EVAL)  # fmt: skip
+_TABLES = (TOKENS, VERL, HUGGINGFACE)
+
+LINE_FORMATS = {each.name: each for each in _LINES}
+FORMATS: dict[str, Format] = {
+    **LINE_FORMATS,
+    **{each.name: each for each in _TABLES},
+    HTML.name: HTML,
+}
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,10 @@ def _check_folder(form: TableFormat, target: Path) -> None:
 
 
 def stream(
-    source: ExportSource, form: Format, counts: ExportCounts, on_progress: OnProgress
+    source: ExportSource,
+    form: Format,
+    counts: ExportCounts,
+    on_progress: OnProgress = lambda progress: None,
 ) -> Iterator[bytes]:
     """Return the lines of an export as blocks, counted in `counts` as they are read.
 

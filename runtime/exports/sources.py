@@ -20,8 +20,7 @@ from cray_agents.messages import first_question
 from cray_agents.paths import Home
 from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.records import Message, Run, StopReason, Task, Trajectory, digest
-from cray_agents.runtime.datasets import read_dataset, shards
-from cray_agents.runtime.datasets.reader import RECIPE, SplitName, file_in
+from cray_agents.runtime.datasets.reader import RECIPE, SplitName, file_in, read_dataset, shards
 from cray_agents.runtime.exports.export_format import Item
 from cray_agents.runtime.exports.losses import MISSING
 from cray_agents.runtime.store import Store

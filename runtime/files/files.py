@@ -7,7 +7,6 @@ gateway/routes/files.py and by writers of files for clients: a batch writes its 
 """
 
 import contextlib
-import os
 import re
 import time
 from pathlib import Path
@@ -113,8 +112,7 @@ class Files:
             sha256=sha256,
             owner=owner,
         )
-        text = checksums.with_crc(file.model_dump_json().encode())
-        durable.create_file(self._path(file.id), text)
+        durable.create_file(self._path(file.id), checksums.record_text(file))
         return self.get(file.id)
 
     def get(self, file_id: str) -> FileObject:
@@ -172,18 +170,13 @@ class Files:
         return {file.sha256 for file in files if not file.expired}
 
     def _delete(self, file: FileObject) -> None:
-        text = checksums.with_crc(file.model_dump_json().encode())
-        durable.create_file(self._tombstone(file.id), text)
+        durable.create_file(self._tombstone(file.id), checksums.record_text(file))
         self._path(file.id).unlink(missing_ok=True)
         self._known.pop(file.id, None)
 
     def _all(self) -> checksums.Listing[FileObject]:
         """Return every file that was not deleted, expired ones too, in no order."""
-        try:
-            with os.scandir(self.home.files) as entries:
-                names = {entry.name for entry in entries}
-        except FileNotFoundError:
-            names = set()
+        names = durable.names_in(self.home.files)
         ids = [name.removesuffix(LIVING) for name in names if name.endswith(LIVING)]
         ids = [name for name in ids if name[0] != "." and name + DELETED not in names]
         listing = checksums.list_whole(ids, self._read_once)

@@ -96,8 +96,7 @@ class Uploads:
         upload = Upload(**request.model_dump(), id=new_id("upload"), owner=owner)
         folder = self.home.uploads / upload.id
         (folder / "parts").mkdir(parents=True)
-        text = checksums.with_crc(upload.model_dump_json().encode())
-        durable.create_file(folder / "upload.json", text)
+        durable.create_file(folder / "upload.json", checksums.record_text(upload))
         durable.sync(self.home.uploads)
         return self.show(upload.id)
 
@@ -153,8 +152,7 @@ class Uploads:
             bytes=content.size,
             sha256=content.sha256,
         )
-        text = checksums.with_crc(part.model_dump_json().encode())
-        durable.create_file(self._part_file(upload_id, part.id), text)
+        durable.create_file(self._part_file(upload_id, part.id), checksums.record_text(part))
         return _read_part(self._part_file(upload_id, part.id))
 
     def complete(
@@ -283,14 +281,11 @@ class Uploads:
         raise NotFound(f"no upload {upload_id!r}", param="upload_id")
 
     def _end(self, upload_id: str) -> UploadEnd | None:
-        try:
-            return checksums.read_record(UploadEnd, self.home.uploads / upload_id / "end.json")
-        except FileNotFoundError:
-            return None
+        return checksums.find_record(UploadEnd, self.home.uploads / upload_id / "end.json")
 
     def _write_end(self, upload_id: str, end: UploadEnd) -> None:
         path = self.home.uploads / upload_id / "end.json"
-        durable.create_file(path, checksums.with_crc(end.model_dump_json().encode()))
+        durable.create_file(path, checksums.record_text(end))
 
     def _part_file(self, upload_id: str, part_id: str) -> Path:
         return self.home.uploads / upload_id / "parts" / f"{part_id}.json"

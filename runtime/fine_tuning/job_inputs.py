@@ -33,9 +33,9 @@ from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.processes import die_with_parent, hide
 from cray_agents.queries import DatasetRecipe
-from cray_agents.runtime.datasets import build_dataset, shards
+from cray_agents.runtime.datasets.build import build_dataset
 from cray_agents.runtime.datasets.demonstrations import Renderer, renderer_of
-from cray_agents.runtime.datasets.reader import SplitName
+from cray_agents.runtime.datasets.reader import SplitName, shards
 from cray_agents.runtime.datasets.run_samples import TokenSample
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.fine_tuning.examples import BadExamples, Example, bad_lines, read_examples

@@ -191,10 +191,7 @@ class TuningFolder:
         return self._root / f"{job_id}{suffix}"
 
     def _read(self, job_id: str, suffix: str, kind: type[RecordType]) -> RecordType | None:
-        try:
-            return checksums.read_record(kind, self._path(job_id, suffix), TUNING_FORMAT)
-        except FileNotFoundError:
-            return None
+        return checksums.find_record(kind, self._path(job_id, suffix), TUNING_FORMAT)
 
 
 FILE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")

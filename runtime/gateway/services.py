@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from fastapi import Depends, Request
 
-from cray_agents.config.price_section import PriceSettings
+from cray_agents.config.settings import PriceSettings
 from cray_agents.paths import Home
 from cray_agents.ports import Trainer
 from cray_agents.runtime.background import BackgroundTasks

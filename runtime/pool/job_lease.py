@@ -126,8 +126,7 @@ def new_attempt(folder: Path, spec: ReplicaSpec) -> ReplicaSpec:
             (folder / str(number)).mkdir()
             break
     spec = spec.model_copy(update={"attempt": number})
-    content = checksums.with_crc(spec.model_dump_json().encode())
-    durable.replace_file(folder / str(number) / SPEC, content)
+    durable.replace_file(folder / str(number) / SPEC, checksums.record_text(spec))
     for old in numbers[: -ATTEMPTS_KEPT + 1]:
         durable.remove(folder / str(old))
     return spec
@@ -153,8 +152,7 @@ def read_lease(folder: Path) -> JobLease | None:
 
 def write_lease(folder: Path, lease: JobLease) -> None:
     """Write a heartbeat. Raises OSError."""
-    content = checksums.with_crc(lease.model_dump_json().encode())
-    durable.replace_file(folder / LEASE, content, 0o600)
+    durable.replace_file(folder / LEASE, checksums.record_text(lease), 0o600)
 
 
 def create_secret(folder: Path, secret: str) -> bool:

@@ -21,29 +21,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from cray_agents.errors import (
-    CrayError,
-    Displaces,
-    NotLoaded,
-    PoolBusy,
-)
+from cray_agents.errors import CrayError, Displaces, NotLoaded, PoolBusy
 from cray_agents.ports import EngineCall
 from cray_agents.records import ProbePrompt, ProbeReport
 from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits
 from cray_agents.runtime.pool.golden_probe import LoadedVersion
-from cray_agents.runtime.pool.gpu_sleep import GpuSleep
 from cray_agents.runtime.pool.place import EngineHost
 from cray_agents.runtime.pool.published_replicas import PublishedReplica, ServingLimits
 from cray_agents.runtime.pool.received_weights import ReceivedWeights
 from cray_agents.runtime.pool.replica import Replica
 from cray_agents.runtime.pool.request_router import PoolNotifier, RequestRouter, Wanted
-from cray_agents.runtime.pool.rolling_swap import (
-    find_free_slots,
-    rolling_swap,
-    stage_on_one_slot,
-)
-from cray_agents.runtime.pool.upkeep import Upkeep
+from cray_agents.runtime.pool.rolling_swap import find_free_slots, rolling_swap, stage_on_one_slot
+from cray_agents.runtime.pool.upkeep import GpuSleep, Upkeep
 from cray_agents.runtime.pool.vllm_engine import ReplicaServer
 
 T = TypeVar("T")

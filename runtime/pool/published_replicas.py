@@ -107,7 +107,7 @@ async def publish(pool: Published, path: Path) -> None:
             incumbent=pool.incumbent,
             swapping=pool.swapping,
         )
-        content = checksums.with_crc(now.model_dump_json().encode())
+        content = checksums.record_text(now)
         if content != last:
             try:
                 await asyncio.to_thread(_write, path, content)

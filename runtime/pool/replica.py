@@ -21,7 +21,7 @@ that a replica serves has passed its logprob check (golden_probe.py) on the proc
     close      any                                        down      it is ended for good
 
 `change` loads, proves and serves a version. Others drive the machine: upkeep.py, which brings a
-replica back that is lost and finds it places; gpu_sleep.py; received_weights.py.
+replica back that is lost and finds it places; upkeep.py; received_weights.py.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Serving plan: the settings of vLLM that follow from the model, the device and its memory.
 
 A setting that is 0, or `dtype` "auto", is chosen here; any other is taken as it is.
-server/replica_devices.py describes the device, and `up` says in a line what was chosen.
+server/replica_count.py describes the device, and `up` says in a line what was chosen.
 
 On a CPU bfloat16 and a core more pay from some size on: BENCHMARKS.md, Serving, has the figures of
 SmolLM2-135M. For a toy of 0.4M parameters the calls around the products are the work.

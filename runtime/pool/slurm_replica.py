@@ -20,13 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cray_agents.errors import (
-    CrayError,
-    EngineError,
-    EngineUnavailable,
-    NotFound,
-    SchedulerError,
-)
+from cray_agents.errors import CrayError, EngineError, EngineUnavailable, NotFound, SchedulerError
 from cray_agents.ports import Command, CommandStatus, Scheduler
 from cray_agents.processes import python
 from cray_agents.runtime.background import BackgroundTasks
@@ -358,7 +352,8 @@ class SlurmReplica(VllmHost):
             self._lose_if_ended(supervisor, status)
 
     def _lose_if_ended(self, supervisor: SupervisorClient, status: CommandStatus | None) -> None:
-        if status is not None and not _is_live(status):
+        # one that Slurm does not know may be known again
+        if status is not None and status.state not in ("queued", "running", "unknown"):
             why = status.reason or status.state
             self._lose(supervisor, f"its job {self.job} on {self.host} ended: {why}")
 
@@ -568,11 +563,6 @@ def cancel_surplus(folder: Path, scheduler: Scheduler, keep: int) -> None:
         for spec in specs if number >= keep else ():
             if spec is not None:
                 scheduler.cancel(spec.job_name)
-
-
-def _is_live(status: CommandStatus) -> bool:
-    """Tell whether a job waits or runs. One that Slurm does not know may be known again."""
-    return status.state in ("queued", "running", "unknown")
 
 
 def _tail(file: Path) -> str:

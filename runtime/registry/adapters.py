@@ -131,7 +131,7 @@ def merge(directory: Path) -> Path:
             update={"files": files, "weights_sha256": weights_sha256(files), "base": None}
         )
         text = whole.model_copy(update={"parent_sha256": manifest.weights_sha256})
-        durable.write_file(draft / MANIFEST, checksums.with_crc(text.model_dump_json().encode()))
+        durable.write_file(draft / MANIFEST, checksums.record_text(text))
         publish_folder(draft, target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)

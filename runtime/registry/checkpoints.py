@@ -172,13 +172,7 @@ def refuse_pruned(directory: Path) -> None:
 
 def read_pruned(directory: Path) -> Pruned | None:
     """Read the record of a removed checkpoint; None while the checkpoint exists. Raises Corrupt."""
-    path = pruned_file(directory)
-    if directory.is_dir():
-        return None
-    try:
-        return checksums.read_record(Pruned, path)
-    except FileNotFoundError:
-        return None
+    return None if directory.is_dir() else checksums.find_record(Pruned, pruned_file(directory))
 
 
 def config_sha256(directory: Path) -> str:

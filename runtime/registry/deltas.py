@@ -286,8 +286,7 @@ class Shadows:
                 (draft / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(checkpoint / name, draft / name)
             build(checkpoint, manifest, parent, draft)
-            text = checksums.with_crc(manifest.model_dump_json().encode())
-            durable.replace_file(draft / MANIFEST, text)
+            durable.replace_file(draft / MANIFEST, checksums.record_text(manifest))
             durable.publish_directory(draft, shadow)
         finally:
             shutil.rmtree(draft, ignore_errors=True)

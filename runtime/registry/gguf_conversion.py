@@ -8,7 +8,7 @@ takes neither memory nor time. transformers reads weights, config, tokenizer and
 weights become bfloat16. What transformers would leave out is refused: scaled RoPE, further tensors,
 and weights that are missing, which it would make up at random.
 
-What is wrong goes to stdout, with exit code 2 or 3. Called by named_models.py.
+What is wrong goes to stdout, with exit code 2 or 3. Called by registry.py.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 

@@ -16,9 +16,7 @@ from cray_agents.runtime.scheduler.gpu_placement import GpuPlacement, host_gpus,
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.site_environment import (
-    INSTALL_LINE,
     clean_environment,
-    missing_programs,
     on_this_host,
     with_shared_root,
 )
@@ -146,13 +144,3 @@ def run_client(*argv: str) -> str | None:
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
-
-
-__all__ = [
-    "INSTALL_LINE",
-    "SchedulerKind",
-    "configured_scheduler",
-    "missing_programs",
-    "open_scheduler",
-    "site_cluster",
-]

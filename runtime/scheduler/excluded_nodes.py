@@ -31,8 +31,7 @@ def exclude_node(folder: Path, node: str, minutes: float, why: str, job: str) ->
         return False
     record = ExcludedNode(node=node, until=time.time() + 60 * minutes, why=why, job=job)
     folder.mkdir(parents=True, exist_ok=True)
-    text = checksums.with_crc(record.model_dump_json().encode())
-    durable.replace_file(folder / f"{node}.json", text)
+    durable.replace_file(folder / f"{node}.json", checksums.record_text(record))
     return True
 
 

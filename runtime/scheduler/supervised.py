@@ -17,6 +17,7 @@ from typing import Any
 
 from cray_agents.errors import SchedulerError, SetupError
 from cray_agents.processes import Process
+from cray_agents.runtime.disk import durable
 
 PROGRAM = Path(__file__).with_name("supervisor.py")
 CLOSING_SECONDS = 1.5  # for another living owner, which may be closing
@@ -48,19 +49,10 @@ class Supervised:
                 start_new_session=True,  # a terminal's Ctrl-C is the owner's to handle
             )
         self.pid = self._process.pid
-        draft = owner.with_name(f"owner.json.{os.getpid()}")
         supervisor, platform = Process.of(self.pid), Process.of()
-        draft.write_text(
-            json.dumps(
-                {
-                    "host": platform.host,
-                    "boot": platform.boot,
-                    "supervisor": supervisor[:2],
-                    "owner": platform[:2],
-                }
-            )
-        )
-        draft.rename(owner)
+        record = {"host": platform.host, "boot": platform.boot}
+        record |= {"supervisor": supervisor[:2], "owner": platform[:2]}
+        durable.replace_file(owner, json.dumps(record).encode())
 
     @property
     def alive(self) -> bool:

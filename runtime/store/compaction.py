@@ -16,9 +16,9 @@ from cray_agents.errors import Corrupt
 from cray_agents.records import new_id
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.store.index import sweep_caches
-from cray_agents.runtime.store.segments.line_format import event_in
+from cray_agents.runtime.store.segments.line_format import COMPACTED, event_in
 from cray_agents.runtime.store.segments.reader import Damage, Segment
-from cray_agents.runtime.store.segments.sealed import COMPACTED, write_sealed
+from cray_agents.runtime.store.segments.sealed import write_sealed
 from cray_agents.runtime.store.store import Store
 
 SMALL = 8 * 2**20  # bytes: smaller sealed files are worth merging

@@ -20,9 +20,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from cray_agents.errors import Corrupt
 from cray_agents.runtime.store.index import Index
 from cray_agents.runtime.store.segments.facts import facts_of
-from cray_agents.runtime.store.segments.line_format import Placed, event_in
+from cray_agents.runtime.store.segments.line_format import COMPACTED, Placed, event_in
 from cray_agents.runtime.store.segments.reader import Damage, Moved, Segment, Segments
-from cray_agents.runtime.store.segments.sealed import COMPACTED
 
 GATHER_INTERVAL = 0.5  # seconds; who reads does not wait for its end
 GATHERED = 2_000  # events of a transaction, about

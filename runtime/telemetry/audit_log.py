@@ -12,7 +12,6 @@ The gateway writes a line for every request to a management route that changes s
 answer begins (http/middleware.py); `cray-agents keys` writes its own.
 """
 
-import hashlib
 import logging
 import threading
 import time
@@ -24,7 +23,7 @@ from pydantic import Field
 
 from cray_agents.errors import Corrupt, NewerFormat
 from cray_agents.records import Record, new_id
-from cray_agents.runtime.disk import checksums, journal
+from cray_agents.runtime.disk import checksums, durable, journal
 from cray_agents.runtime.disk.journal import Journal
 
 log = logging.getLogger(__name__)
@@ -79,12 +78,12 @@ class AuditLog:
         line = AuditLine(time=time.time(), **values, **chain)
         text = journal.line_of(line.model_dump(mode="json"))
         self._journal.append([text])
-        self._last = _hash_of(text)
+        self._last = durable.sha256(text)
 
 
 def heads(folder: Path) -> dict[str, str]:
     """Return the hash of the last whole line of each file, by the file's name."""
-    return {path.name: _hash_of(lines[-1]) for path, lines in _files(folder) if lines}
+    return {path.name: durable.sha256(lines[-1]) for path, lines in _files(folder) if lines}
 
 
 def read_audit(folder: Path) -> checksums.Listing[AuditLine]:
@@ -120,7 +119,7 @@ def verify_audit(folder: Path) -> list[str]:
                                     " or is missing")  # fmt: skip
                 if number == 1:
                     mentioned += [(name, at, path.name) for name, at in line.heads.items()]
-            before = _hash_of(text)
+            before = durable.sha256(text)
             known.add(before)
         if path.read_bytes()[-1:] not in (b"", b"\n"):
             problems.append(f"{path} ends in half a line")
@@ -139,7 +138,3 @@ def _files(folder: Path) -> Iterator[tuple[Path, list[bytes]]]:
     """Yield each file with its whole lines, in the order of their beginnings."""
     for path in sorted(folder.glob("*.jsonl")):
         yield path, journal.split_lines(path.read_bytes())
-
-
-def _hash_of(line: bytes) -> str:
-    return hashlib.sha256(line).hexdigest()

@@ -22,7 +22,7 @@ from typing import Any, get_args
 from prometheus_client import Metric
 from prometheus_client.registry import Collector
 
-from cray_agents.config.price_section import PriceSettings
+from cray_agents.config.settings import PriceSettings
 from cray_agents.errors import Corrupt, CrayError, NewerFormat
 from cray_agents.paths import Home
 from cray_agents.runtime.accounting.cost_account import Amount, CostAccount, CostAmount, account_of

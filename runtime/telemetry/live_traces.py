@@ -32,12 +32,7 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 
 from cray_agents.exact_json import dump_json
 from cray_agents.records import Run
-from cray_agents.runtime.exports.formats.otel import (
-    SCHEMA,
-    genai_answer,
-    genai_message,
-    trace_hash,
-)
+from cray_agents.runtime.exports.formats.otel import SCHEMA, genai_answer, genai_message, trace_hash
 
 LEAST_WAIT = 0.001  # seconds of a wait that gets a span
 REMEMBERED = 10_000  # calls whose ends are known for the tools that follow them

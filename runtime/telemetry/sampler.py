@@ -60,11 +60,6 @@ def ports_of(sys: Path = SYS) -> Iterator[tuple[str, Path]]:
         yield f"{folder.parents[1].name}:{folder.name}", folder
 
 
-def is_up(folder: Path) -> bool:
-    """Tell whether a port's link is up: its state is `4: ACTIVE`."""
-    return "ACTIVE" in text_of(folder / "state")
-
-
 def read_amounts(folder: Path) -> dict[str, int]:
     """Return what passed a port so far, as far as it counts that."""
     amounts: dict[str, int] = {}
@@ -171,7 +166,7 @@ class HardwareSampler:
                 figures |= {f"gpu{gpu}.{name}": value for name, value in load.items()}
         amounts: dict[str, float] = {"": time.monotonic()}
         for port, folder in ports_of(self._sys):
-            figures[f"{port}.up"] = int(is_up(folder))
+            figures[f"{port}.up"] = int("ACTIVE" in text_of(folder / "state"))  # `4: ACTIVE`
             for name, amount in read_amounts(folder).items():
                 amounts[f"{port}.{name}_per_second"] = amount
             for name, count in read_errors(folder).items():

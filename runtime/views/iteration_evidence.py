@@ -13,8 +13,7 @@ from pydantic import ValidationError
 from cray_agents.errors import NotFound
 from cray_agents.iteration import Iteration
 from cray_agents.paths import ITERATIONS, Home
-from cray_agents.promotion.paired_evidence import PairedEvidence, entry_of
-from cray_agents.promotion.sequential_test import Decision
+from cray_agents.promotion.sequential_test import Decision, PairedEvidence, entry_of
 from cray_agents.runtime.disk import checksums, paging
 from cray_agents.runtime.registry.registry import ModelEvent, Registry
 from cray_agents.runtime.store.loop_records import LoopRecords

@@ -10,8 +10,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from cray_agents.iteration import Iteration
-from cray_agents.promotion.paired_evidence import RunPair
-from cray_agents.promotion.sequential_test import Decision
+from cray_agents.promotion.sequential_test import Decision, RunPair
 from cray_agents.records import Message, Record, Redaction, Reward, ToolCall, WeightChange
 
 

@@ -12,12 +12,16 @@ with each step; `VersionedState` records it. Read next: scheduler.py, in the eng
 """
 
 import asyncio
+import base64
 import contextlib
 import functools
 import time
+import zlib
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -28,7 +32,6 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import RequestState
 
 from cray_agents.runtime.vllm_plugins import chat_route
-from cray_agents.runtime.vllm_plugins.routes import encode
 from cray_agents.runtime.vllm_plugins.scheduler import MARK
 from cray_agents.runtime.vllm_plugins.wire import ABORT, BODY, CAPTURE, EVENT, MERGE, VERSION
 
@@ -450,3 +453,16 @@ def unload_completely() -> None:
         return answer
 
     OpenAIServingModels.unload_lora_adapter = unload_lora_adapter
+
+
+# ---- Routes: write the experts of a mixture that each token of a call was sent to, compactly
+def encode(pieces: Sequence[Any], tokens: int) -> dict[str, Any] | None:
+    """Return pieces of [tokens, layers, experts of a token] as JSON: at most so many tokens.
+
+    None without pieces. A stop string drops tokens that vLLM returned the routes of.
+    """
+    if not pieces:
+        return None
+    whole = np.concatenate(pieces)[:tokens]
+    data = base64.b64encode(zlib.compress(whole.astype("<u2").tobytes(), 1)).decode()
+    return {"layers": whole.shape[1], "experts": whole.shape[2], "data": data}

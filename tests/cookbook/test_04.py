@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cray_agents.paths import Home
-from cray_agents.runtime.datasets import dataset_runs, list_datasets
+from cray_agents.runtime.datasets.reader import dataset_runs, list_datasets
 from cray_agents.runtime.registry.registry import Registry
 
 FILE = Path(__file__).parents[2] / "cookbook" / "04_fine_tuning.py"

@@ -20,7 +20,7 @@ from cray_agents.cli.user_files import load
 from cray_agents.engines.scripted import tool_call
 from cray_agents.paths import Home
 from cray_agents.records import ModelCall, Run
-from cray_agents.runtime.datasets import dataset_runs, list_datasets
+from cray_agents.runtime.datasets.reader import dataset_runs, list_datasets
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine

@@ -15,8 +15,8 @@ import zstandard
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.runtime.dashboard import static_files
-from cray_agents.runtime.datasets import build_dataset
-from cray_agents.runtime.exports.formats.catalog import FORMATS
+from cray_agents.runtime.datasets.build import build_dataset
+from cray_agents.runtime.exports.exporter import FORMATS
 from cray_agents.runtime.exports.formats.html import HTML
 from tests.support import command_line
 from tests.support.command_line import refused

@@ -63,7 +63,6 @@ def test_terms_choose_runs() -> None:
         ("reward>2 reward<1", "no reward can match"),
         ("split=dev", "split must be one of train, holdout, test"),
         ("iteration=x", "iteration takes numbers"),
-        ("generation=2", "no field 'generation' (it is iteration now)"),
         ("since=soon", "since must be a date"),
         ('text="open', "no term at"),
     ],

@@ -29,7 +29,7 @@ from cray_agents.records import (
     Turn,
 )
 from cray_agents.runtime.store import Store
-from cray_agents.runtime.views.run_differences import differences
+from cray_agents.runtime.views.run_pages import differences
 from tests.support.command_line import cli as command
 from tests.support.command_line import refused
 

@@ -14,7 +14,7 @@ import pytest
 from cray_agents import Agent, Environment, Run, Task, TaskSet
 from cray_agents.agent import MemorySession, PlatformSession, WorkerEnvironment
 from cray_agents.errors import BadInput
-from cray_agents.loop.holdout_journal import hold_out
+from cray_agents.loop.evaluator import hold_out
 from cray_agents.loop.settings_record import _agent, differences
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe, RunFilter, RunQuery

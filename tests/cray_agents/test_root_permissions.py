@@ -10,7 +10,8 @@ import pytest
 
 from cray_agents.errors import ConfigError
 from cray_agents.ports import Command
-from cray_agents.runtime.scheduler.choose import missing_programs, open_scheduler
+from cray_agents.runtime.scheduler.choose import open_scheduler
+from cray_agents.runtime.scheduler.site_environment import missing_programs
 from cray_agents.server.permissions import make_private
 from tests.support.command_line import cli
 

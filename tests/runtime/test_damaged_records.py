@@ -18,7 +18,8 @@ from cray_agents.runtime.accounting.ledger import LedgerFile, LedgerLine, read_l
 from cray_agents.runtime.batches import chunks, validation
 from cray_agents.runtime.batches.batch_records import BatchFolder
 from cray_agents.runtime.controller_lease import ClaimWatch
-from cray_agents.runtime.datasets import build_dataset, dataset_runs, shards
+from cray_agents.runtime.datasets.build import build_dataset
+from cray_agents.runtime.datasets.reader import dataset_runs, shards
 from cray_agents.runtime.disk import checksums, journal
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.files.uploads import Uploads

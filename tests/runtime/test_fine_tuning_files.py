@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cray_agents.runtime.datasets import shards
+from cray_agents.runtime.datasets.reader import shards
 from cray_agents.runtime.fine_tuning.job_inputs import auto_epochs, base_rate
 from cray_agents.runtime.fine_tuning.job_records import TuningFolder, TuningRequest
 from cray_agents.runtime.scheduler.local import LocalProcesses

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from cray_agents.errors import SetupError
-from cray_agents.runtime.scheduler.choose import missing_programs, open_scheduler
+from cray_agents.runtime.scheduler.choose import open_scheduler
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
-from cray_agents.runtime.scheduler.site_environment import clean_environment
+from cray_agents.runtime.scheduler.site_environment import clean_environment, missing_programs
 from cray_agents.runtime.scheduler.supervisor import descendants
 from cray_agents.trainers.job.launch import RankPlacement, listen_for_ranks
 

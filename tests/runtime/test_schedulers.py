@@ -12,7 +12,8 @@ import pytest
 from cray_agents.errors import SchedulerError
 from cray_agents.ports import Command, CommandStatus, Scheduler
 from cray_agents.processes import start_time
-from cray_agents.runtime.scheduler.choose import missing_programs, open_scheduler
+from cray_agents.runtime.scheduler.choose import open_scheduler
+from cray_agents.runtime.scheduler.site_environment import missing_programs
 from cray_agents.runtime.scheduler.supervisor import descendants
 from tests.support.waiting import wait_until
 

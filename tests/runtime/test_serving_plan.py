@@ -18,7 +18,7 @@ from cray_agents.runtime.pool.serving_plan import (
 )
 from cray_agents.runtime.pool.vllm_process import EngineSettings, command
 from cray_agents.server.platform_process import ReplicaCount
-from cray_agents.server.replica_devices import serving_device
+from cray_agents.server.replica_count import serving_device
 from cray_agents.trainers.planning.cluster_resources import cpu_has_bfloat16
 
 TOY = ServedModel("toy", 1_600_000, "float32", 1024, 2 * 2 * 3 * 32)

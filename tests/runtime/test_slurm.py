@@ -18,14 +18,10 @@ from cray_agents.ports import Command, CommandStatus
 from cray_agents.runtime.scheduler import choose, site_environment
 from cray_agents.runtime.scheduler import slurm as slurm_scheduler
 from cray_agents.runtime.scheduler.batch_script import batch_script
-from cray_agents.runtime.scheduler.choose import (
-    configured_scheduler,
-    missing_programs,
-    open_scheduler,
-)
+from cray_agents.runtime.scheduler.choose import configured_scheduler, open_scheduler
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
-from cray_agents.runtime.scheduler.site_environment import with_shared_root
+from cray_agents.runtime.scheduler.site_environment import missing_programs, with_shared_root
 from cray_agents.runtime.scheduler.slurm import NodeRoom, Slurm, read_node
 from cray_agents.runtime.scheduler.supervisor import descendants
 from tests.support.waiting import wait_until

@@ -15,7 +15,7 @@ from typing import Any
 import openai
 
 from cray_agents import GRPO, Agent, Platform, PromotionTest, Task
-from cray_agents.config.price_section import PriceSettings
+from cray_agents.config.settings import PriceSettings
 from cray_agents.iteration import Iteration
 from cray_agents.paths import Home
 from cray_agents.runtime.accounting.ledger import HeldDevices, LedgerFile, keep_ledger

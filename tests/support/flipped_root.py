@@ -31,9 +31,16 @@ from cray_agents.runtime.controller_lease import (
     standby_notes,
     was_ended_for_good,
 )
-from cray_agents.runtime.datasets import build_dataset, dataset_runs, list_datasets, shards
+from cray_agents.runtime.datasets.build import build_dataset
 from cray_agents.runtime.datasets.decontamination import _journal_texts
-from cray_agents.runtime.datasets.reader import CARD, RECIPE, file_in
+from cray_agents.runtime.datasets.reader import (
+    CARD,
+    RECIPE,
+    dataset_runs,
+    file_in,
+    list_datasets,
+    shards,
+)
 from cray_agents.runtime.datasets.uses import _read as read_commit
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.files.files import Files

@@ -10,7 +10,7 @@ from typing import Any
 import uvloop
 
 from cray_agents import Platform
-from cray_agents.config.price_section import PriceSettings
+from cray_agents.config.settings import PriceSettings
 from cray_agents.paths import Home
 from cray_agents.ports import Trainer
 from cray_agents.records import ProbePrompt

@@ -9,8 +9,7 @@ from cray_agents import Agent
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput
 from cray_agents.testing import ScriptedEngine
-from cray_agents.tools.documents import Documents, FoundPassage, fuse_rankings
-from cray_agents.tools.passages import SIZE, passages_of
+from cray_agents.tools.documents import SIZE, Documents, FoundPassage, fuse_rankings, passages_of
 
 REFUNDS = """# Refunds
 

@@ -14,8 +14,14 @@ import pytest
 
 from cray_agents.errors import EngineError
 from cray_agents.runtime.pool.vllm_process import EngineSettings, environment
-from cray_agents.tools.documents import Documents, Embeddings, MeaningIndex
-from cray_agents.tools.passages import FolderPassages, VectorFile, digest_of
+from cray_agents.tools.documents import (
+    Documents,
+    Embeddings,
+    FolderPassages,
+    MeaningIndex,
+    VectorFile,
+    digest_of,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("forked_servers")]
 

@@ -16,8 +16,8 @@ import torch
 from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus
 from cray_agents.runtime.disk import journal
-from cray_agents.runtime.scheduler.choose import missing_programs
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
+from cray_agents.runtime.scheduler.site_environment import missing_programs
 from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.server.cluster_view import ClusterView
 from cray_agents.trainers import progress

@@ -10,9 +10,9 @@ import pytest
 
 from cray_agents.errors import SetupError
 from cray_agents.ports import Command
-from cray_agents.runtime.scheduler.choose import missing_programs
 from cray_agents.runtime.scheduler.excluded_nodes import excluded_nodes
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
+from cray_agents.runtime.scheduler.site_environment import missing_programs
 from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.trainers.job.failures.health_gate import (
     check_node,

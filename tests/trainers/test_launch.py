@@ -16,8 +16,8 @@ from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home, host_cache
 from cray_agents.ports import Command
 from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.scheduler.choose import missing_programs
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
+from cray_agents.runtime.scheduler.site_environment import missing_programs
 from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.trainers.job.journal import JobJournal

@@ -9,12 +9,9 @@ import pytest
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.ports import Command, CommandState, CommandStatus, Trainer
-from cray_agents.runtime.scheduler.choose import (
-    SchedulerKind,
-    missing_programs,
-    open_scheduler,
-)
+from cray_agents.runtime.scheduler.choose import SchedulerKind, open_scheduler
 from cray_agents.runtime.scheduler.local import LocalProcesses
+from cray_agents.runtime.scheduler.site_environment import missing_programs
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.trainers.job.job_command import TRAINERS, code_version
 from cray_agents.trainers.job.journal import JobJournal

@@ -14,30 +14,22 @@ import numpy as np
 import numpy.typing as npt
 
 from cray_agents.trainers.data.packer import Packed
-from cray_agents.trainers.data.samples import Floats, Ints
+from cray_agents.trainers.data.samples import Ints
 
 Number = TypeVar("Number", np.int64, np.float32)
 
 
-@dataclass(frozen=True)
-class ContextShard:
+@dataclass(frozen=True, kw_only=True)
+class ContextShard(Packed):
     """A context rank's share of a micro-batch; arrays are [its tokens] unless noted.
 
-    `bounds` and `chosen` are of the whole micro-batch and equal on all ranks. Sequences are filled
-    up at their ends, where causal attention hides the filler from the tokens before it. Filler has
-    a mask of 0, so that it does not count.
+    `bounds`, of the filled-up sequences before the cut, and `chosen` are of the whole micro-batch
+    and equal on all ranks. Sequences are filled up at their ends, where causal attention hides the
+    filler from the tokens before it. Filler has a mask of 0, so that it does not count.
     """
 
-    tokens: Ints
-    labels: Ints
-    positions: Ints  # of each token in its sequence
     sequence: Ints  # each token's sequence in the micro-batch
     places: Ints  # in the Packed's arrays; -1: a filler
-    mask: Floats
-    columns: dict[str, Floats]
-    bounds: npt.NDArray[np.int32]  # [sequences + 1], of the filled-up sequences before the cut
-    chosen: Floats  # [sequences]
-    routes: Ints | None = None  # [its tokens, numbers]; -1: unknown, and filler's
 
 
 def share(packed: Packed, rank: int, ranks: int, multiple: int = 1) -> ContextShard:

@@ -24,7 +24,6 @@ facts and carries it out.
 import asyncio
 import itertools
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -268,8 +267,7 @@ def read_handover(journal: JobJournal) -> Handover:
 
 def note_handover(journal: JobJournal, handover: Handover) -> None:
     """Record a job's handover, in place of the last one."""
-    text = checksums.with_crc(handover.model_dump_json().encode())
-    durable.replace_file(journal.folder / "scheduler.json", text)
+    durable.replace_file(journal.folder / "scheduler.json", checksums.record_text(handover))
 
 
 # ---- jobs by commands and in sessions
@@ -449,10 +447,7 @@ def unfinished_jobs(home: Home, ended: set[str], unchanged: Set[str] = frozenset
 
     Jobs that have ended are added to `ended`. The files of a job in either set are not looked at.
     """
-    try:
-        names = {entry.name for entry in os.scandir(home.jobs)}
-    except FileNotFoundError:
-        return []
+    names = durable.names_in(home.jobs)
     ended &= names
     unfinished = []
     for name in sorted(names - ended - unchanged):

@@ -195,10 +195,7 @@ class JobJournal:
             durable.create_file(path, _record_bytes({"time": time.time()}))
 
     def _pauses(self) -> set[str]:
-        try:
-            return {path.name for path in (self.folder / "pauses").iterdir()}
-        except FileNotFoundError:
-            return set()
+        return durable.names_in(self.folder / "pauses")
 
     # ---- what a failure or the scheduler left
     @property
@@ -446,8 +443,7 @@ class CommandJournal:
 
     def write_result(self, result: CommandResult) -> None:
         """Record a result, unless the command has one."""
-        content = checksums.with_crc(result.model_dump_json().encode())
-        durable.create_file(self._results / str(result.sequence), content)
+        durable.create_file(self._results / str(result.sequence), checksums.record_text(result))
 
 
 def count_attempts(folder: Path) -> int:

@@ -35,15 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from cray_agents.errors import (
-    FULL,
-    BadInput,
-    Corrupt,
-    CrayError,
-    JobError,
-    SetupError,
-    StoreError,
-)
+from cray_agents.errors import FULL, BadInput, Corrupt, CrayError, JobError, SetupError, StoreError
 from cray_agents.paths import Home, host_cache
 from cray_agents.processes import importing_much, python
 from cray_agents.records import Record
@@ -190,7 +182,7 @@ def meet(placement: RankPlacement, folder: Path) -> tuple[RankPlacement, socket.
         placement = replace(placement, port=listener.getsockname()[1])
         if placement.nodes > 1:
             place = Rendezvous(host=placement.host, port=placement.port, attempt=placement.attempt)
-            durable.replace_file(file, checksums.with_crc(place.model_dump_json().encode()))
+            durable.replace_file(file, checksums.record_text(place))
         return placement, listener
     place = await_rendezvous(file, placement.attempt, placement.patience)
     return replace(placement, host=place.host, port=place.port), None

@@ -58,12 +58,7 @@ from cray_agents.trainers.planning.job_layout import (
 )
 from cray_agents.trainers.planning.layouts import describe_layout
 from cray_agents.training_commands import CommandResult, TrainingCommand
-from cray_agents.training_jobs import (
-    Dtype,
-    JobSpec,
-    JobState,
-    JobStatus,
-)
+from cray_agents.training_jobs import Dtype, JobSpec, JobState, JobStatus
 
 MAX_RESTARTS = 3  # in a row without a step forward
 MAX_MOVES = 10  # likewise, of starts that ended for what the job did not do: nodes, preemption

@@ -15,7 +15,6 @@ job's result or its end: that is in the job's own journal, so a session may die 
 next: resident.py.
 """
 
-import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -26,11 +25,7 @@ from cray_agents.errors import Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Record, canonical, digest
 from cray_agents.runtime.disk import checksums, durable
-from cray_agents.trainers.job.journal import (
-    claim_attempt,
-    count_attempts,
-    numbered,
-)
+from cray_agents.trainers.job.journal import claim_attempt, count_attempts, numbered
 from cray_agents.training_jobs import Layout
 
 SESSION_FORMAT = 1  # of a session's folder
@@ -182,7 +177,4 @@ def sessions(home: Home) -> list[SessionJournal]:
 
 def _names(folder: Path) -> list[str]:
     """Return the names in a folder, without drafts; none if it does not exist."""
-    try:
-        return [entry.name for entry in os.scandir(folder) if not entry.name.startswith(".")]
-    except FileNotFoundError:
-        return []
+    return [name for name in durable.names_in(folder) if not name.startswith(".")]

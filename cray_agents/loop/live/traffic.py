@@ -12,7 +12,7 @@ says so, and the loop waits for the next update.
 
 Live runs with equal inputs are attempts at one task, which dpo and grpo compare.
 
-Called by loop.py. Read next: schedule.py (due updates), canary.py (judge without held-out tasks).
+Called by loop.py. Read next: schedule.py (due updates), components.py (canaries as judge).
 """
 
 import asyncio

@@ -1,1 +1,1 @@
-"""Formats: a module for each tool that reads exports. catalog.py lists them, jsonl.py is short."""
+"""Formats: a module for each tool that reads exports. exporter.py lists them, jsonl.py is short."""

@@ -4,7 +4,7 @@ Documents are of version 1.7, the first with `extra` on tool calls and results; 
 add fields. An agent's step holds its exact tokens, the results of its tool calls, and in `extra`
 the call's id, sampling and times. Rewards, tags, task and stop reason have no field, so they are in
 the root's `extra`. Only fields of content parts, such as an image's detail, are left out. Listed
-in catalog.py.
+in exporter.py.
 """
 
 from collections.abc import Sequence

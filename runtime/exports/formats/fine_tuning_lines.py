@@ -9,7 +9,7 @@ made, have the weight 0; TRL's formats have no weights, so there they are the lo
 `datasets.load_dataset("json")` and TRL's trainers read the formats of TRL. `tools` is a JSON
 string, or null. Chat templates demand arguments of tool calls as objects, and an empty text beside
 tool calls; the engine hands both to the template in the same way. Reasoning is kept as
-`reasoning_content`. Listed in catalog.py.
+`reasoning_content`. Listed in exporter.py.
 """
 
 from collections.abc import Callable

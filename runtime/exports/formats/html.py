@@ -10,7 +10,7 @@ no browser runs. They are ASCII without `<` or base64, so no text of a run can e
     <script type="text/plain" id="RUN/tokens">   the texts of its tokens
 
 The page unpacks a part when it is shown. What it shows are the answers of the gateway's routes.
-Read next: ui/src/viewer/file_answers.ts, the reader. Listed in catalog.py.
+Read next: ui/src/viewer/file_answers.ts, the reader. Listed in exporter.py.
 """
 
 import base64

@@ -7,7 +7,7 @@ samples; `pack_log` makes the zip of them. A sample is a task, an epoch one of t
 tools are its events. A call names the messages it saw by ranges in a pool, where each different
 message is once, as Inspect's own writer does: else a run of n turns would take n² space. Sample
 metadata name run, agent, model with version, loop, iteration, tags, and the task's own metadata.
-Listed in catalog.py.
+Listed in exporter.py.
 """
 
 import os

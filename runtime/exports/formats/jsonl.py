@@ -4,7 +4,7 @@
 call is a turn with its exact tokens. A turn's mask covers prompt and completion; only sampled
 tokens are learned. OpenEnv forbids further fields in a trace, so the run's id, task, rewards and
 ending are in the metadata of each turn, and messages in its `request` and `response`. Listed in
-catalog.py.
+exporter.py.
 """
 
 import math

@@ -11,7 +11,7 @@ gen_ai.input.messages is a list of {role, parts, name?}; gen_ai.output.messages 
 A part is text, reasoning, tool_call, tool_call_response, uri or blob; other parts keep their own
 type. Where calls repeat more than REPEATED bytes of earlier messages in all, later ones carry only
 what came since the model spoke last, and `cray_agents.input.left_out` counts the messages before.
-Listed in catalog.py.
+Listed in exporter.py.
 """
 
 import hashlib

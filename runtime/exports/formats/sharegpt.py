@@ -9,7 +9,7 @@ and a record ends at the first turn that does not alternate.
 
 A run whose calls saw different system messages or tools, as after a handoff, is one record for
 each, with the ids `<run>.1`, `<run>.2`, ... Answers of the other calls in it are the loss
-`weights`. Listed in catalog.py.
+`weights`. Listed in exporter.py.
 """
 
 from collections.abc import Iterator

@@ -8,7 +8,6 @@ random bits, which nobody can guess.
 `cray-agents keys` (cli/keys.py) makes them; auth.py calls `check`.
 """
 
-import hashlib
 import logging
 import re
 import secrets
@@ -207,7 +206,7 @@ class Keys:
 
 
 def _hash(secret: str) -> str:
-    return hashlib.sha256(secret.encode(errors="replace")).hexdigest()
+    return durable.sha256(secret.encode(errors="replace"))
 
 
 def _revocation(name: str) -> str:

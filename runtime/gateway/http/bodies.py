@@ -12,7 +12,6 @@ from starlette.types import Receive, Scope, Send
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.exact_json import dump_json, load_json
-from cray_agents.queries import RENAMED
 from cray_agents.runtime.disk.turns import INLINE
 from cray_agents.runtime.gateway.http.bounds import check_json
 from cray_agents.runtime.gateway.http.client_work import aside, await_or_disconnect
@@ -207,10 +206,8 @@ def check_known(params: Iterable[str], known: Collection[str]) -> None:
     """Raise BadInput for a query parameter that is not among the known ones."""
     for name in params:
         if name not in known:
-            renamed = RENAMED.get(name)
-            hint = f"there are {', '.join(known)}" if renamed is None else f"it is {renamed} now"
             raise BadInput(
-                f"unknown query parameter {name!r}; {hint}",
+                f"unknown query parameter {name!r}; there are {', '.join(known)}",
                 param=name,
                 code="unknown_parameter",
             )

@@ -10,14 +10,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
 
 from fastapi import Query
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    WithJsonSchema,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.records import Record, StrictRecord

@@ -18,8 +18,7 @@ from prometheus_client.registry import Collector
 from cray_agents.runtime.background import FAILURES
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.pool.published_replicas import State
-from cray_agents.runtime.telemetry.call_metrics import OTHER, SECONDS, CallMetrics
-from cray_agents.runtime.telemetry.replica_metrics import replica_families
+from cray_agents.runtime.telemetry.call_metrics import OTHER, SECONDS, CallMetrics, replica_families
 
 SWAP_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 MOST_CODES = 100  # error codes with a series of their own, ours and those of engines

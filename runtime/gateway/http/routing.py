@@ -67,7 +67,8 @@ class RouteOptions(TypedDict, total=False):
     answer: the type of the JSON answer. media: JSON schemas of other answers, by media type.
     form: the fields of a multipart body, which the handler reads itself.
     max_body: bytes, or a limit of the Services: `settings`, or `runs` for what holds runs.
-    fails: the refusals worth knowing, as "404 not_found, 400 invalid_value".
+    fails: the refusals worth knowing, as "409 swap_failed, 400 invalid_value". A path that names
+    something has 404 not_found without saying so.
     in_runs: the route is also served under the base URL of a run.
     rate_limited: answers carry the state of the wait queue (middleware.py).
     audited: False keeps a change out of the audit log: it comes many times a minute and is of the
@@ -109,7 +110,10 @@ class GatewayRoute(APIRoute):
         self._own_query = options.get("own_query", False)
         self._max_body = options.get("max_body", "settings")
         bare = options.get("bare", False)
-        summary, description = _texts(handler, options.get("fails", ""))
+        fails = options.get("fails", "")
+        if "{" in path and "404 not_found" not in fails:
+            fails = ", ".join(filter(None, ("404 not_found", fails)))
+        summary, description = _texts(handler, fails)
         extra: dict[str, Any] = {"security": []} if role == "open" else {}
         if "form" in options:
             schema = options["form"].model_json_schema()

@@ -1,6 +1,9 @@
 """OpenAI's batches: create, list, show and cancel them; runtime/batches answers their lines."""
 
 import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Annotated, Any
 
 from fastapi import Header, Query
@@ -9,9 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cray_agents.errors import BadInput
+from cray_agents.exact_json import load_json
 from cray_agents.records import StrictRecord
-from cray_agents.runtime.batches.batch_records import ENDPOINTS, Batch
-from cray_agents.runtime.files.files import ExpiresAfter
+from cray_agents.runtime.batches.batch_records import ENDPOINTS, Batch, BatchFolder
+from cray_agents.runtime.batches.chunks import seal_path, sealed_chunks, verify_seal
+from cray_agents.runtime.batches.queue import BatchQueue
+from cray_agents.runtime.files.files import ExpiresAfter, Files
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import answer_read, json_response, page
@@ -26,7 +32,6 @@ from cray_agents.runtime.gateway.http.fields import (
 from cray_agents.runtime.gateway.http.routing import Router
 from cray_agents.runtime.gateway.ownership import check_owner
 from cray_agents.runtime.gateway.services import Current
-from cray_agents.runtime.views.batch_errors import batch_errors
 from cray_agents.runtime.views.view_records import BatchErrors
 
 MOST_EXAMPLES = 20  # of failed lines with one code
@@ -82,7 +87,7 @@ async def create_batch(
     return json_response(await asyncio.to_thread(services.batches.create, body, key, caller))
 
 
-@router.get("/v1/batches/{batch_id}", Role.use, answer=Batch, fails="404 not_found")
+@router.get("/v1/batches/{batch_id}", Role.use, answer=Batch)
 async def retrieve_batch(services: Current, batch_id: BatchId) -> Response:
     """Return a batch: its status, counts and usage so far, at the end its files.
 
@@ -92,7 +97,7 @@ async def retrieve_batch(services: Current, batch_id: BatchId) -> Response:
     return json_response(await asyncio.to_thread(services.batches.get, batch_id))
 
 
-@router.get("/v1/batches/{batch_id}/errors", Role.use, answer=BatchErrors, fails="404 not_found")
+@router.get("/v1/batches/{batch_id}/errors", Role.use, answer=BatchErrors)
 async def list_batch_errors(
     services: Current,
     request: Request,
@@ -108,12 +113,7 @@ async def list_batch_errors(
     )
 
 
-@router.post(
-    "/v1/batches/{batch_id}/cancel",
-    Role.use,
-    answer=Batch,
-    fails="404 not_found, 400 invalid_status",
-)
+@router.post("/v1/batches/{batch_id}/cancel", Role.use, answer=Batch, fails="400 invalid_status")
 async def cancel_batch(services: Current, request: Request, batch_id: BatchId) -> Response:
     """Stop a batch; its answers so far stay.
 
@@ -122,3 +122,62 @@ async def cancel_batch(services: Current, request: Request, batch_id: BatchId) -
     owner = await asyncio.to_thread(services.batches.owner, batch_id)
     check_owner(caller_of(request), owner, f"batch {batch_id!r}")
     return json_response(await asyncio.to_thread(services.batches.cancel, batch_id))
+
+
+# ---- Batch errors: the failed lines of a batch by code, with the first examples of each
+LONGEST = 500  # characters of a message
+
+
+def batch_errors(batches: BatchQueue, files: Files, batch_id: str, examples: int) -> dict[str, Any]:
+    """Return BatchErrors as JSON: from the error file, or from the chunks that are done.
+
+    Raises NotFound, also where the error file was deleted; Corrupt.
+    """
+    batch = batches.get(batch_id)
+    counts: Counter[str] = Counter()
+    statuses: dict[str, int | None] = {}
+    first_lines: dict[str, list[dict[str, Any]]] = {}
+    if batch.error_file_id is not None:
+        lines = _lines_of_file(files, batch.error_file_id)
+    else:
+        lines = _lines_of_chunks(batches.folder(batch_id))
+    for line in lines:
+        result = load_json(line)
+        response = result.get("response") or {}
+        body = response.get("body")
+        error = result.get("error") or (body.get("error") if isinstance(body, dict) else None)
+        error = error if isinstance(error, dict) else {}
+        status = response.get("status_code")
+        code = str(error.get("code") or error.get("type") or status or "unknown")
+        counts[code] += 1
+        statuses.setdefault(code, status)
+        known = first_lines.setdefault(code, [])
+        if len(known) < examples:
+            message = str(error.get("message") or "")[:LONGEST]
+            known.append({"custom_id": result.get("custom_id"), "message": message})
+    done = batch.request_counts
+    return {
+        "id": batch_id,
+        "lines": done.completed + done.failed,
+        "failed": done.failed,
+        "data": [
+            {"code": code, "status": statuses[code], "lines": count, "examples": first_lines[code]}
+            for code, count in counts.most_common()
+        ],
+    }
+
+
+def _lines_of_file(files: Files, file_id: str) -> Iterator[bytes]:
+    with files.path(file_id).open("rb") as file:
+        yield from file
+
+
+def _lines_of_chunks(folder: BatchFolder) -> Iterator[bytes]:
+    """Yield the failed lines of the chunks that are done, without those of a batch that ended."""
+    with suppress(FileNotFoundError):
+        for chunk in sorted(sealed_chunks(folder)):
+            path = seal_path(folder, chunk)
+            seal = verify_seal(path)
+            with path.open("rb") as file:
+                file.seek(seal.start + seal.output)
+                yield from file.read(seal.errors).splitlines()

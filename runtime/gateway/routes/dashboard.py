@@ -45,7 +45,6 @@ async def dashboard(request: Request) -> Response:
     "/assets/{asset}",
     "open",
     media=dict.fromkeys(("text/javascript", "text/css", "image/svg+xml", "text/plain"), BINARY),
-    fails="404 not_found",
 )
 async def dashboard_asset(request: Request, asset: str) -> Response:
     """Return a file of the dashboard, named by the hash of its content."""

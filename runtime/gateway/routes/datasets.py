@@ -17,23 +17,12 @@ from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import may_name
 from cray_agents.runtime.gateway.http.bodies import answer_read, json_response, page
-from cray_agents.runtime.gateway.http.fields import (
-    After,
-    Count,
-    DatasetId,
-    Limit,
-    ListPage,
-    named,
-)
+from cray_agents.runtime.gateway.http.fields import After, Count, DatasetId, Limit, ListPage, named
 from cray_agents.runtime.gateway.http.routing import Router
 from cray_agents.runtime.gateway.services import Current, vocabulary_of
 from cray_agents.runtime.registry.foreign_model import refuse_links_outside
-from cray_agents.runtime.views.dataset_differences import (
-    Change,
-    changed_runs,
-    dataset_differences,
-)
 from cray_agents.runtime.views.dataset_views import (
+    Change,
     ChangedRun,
     ConsideredRow,
     DatasetDifferences,
@@ -42,6 +31,8 @@ from cray_agents.runtime.views.dataset_views import (
     ListedDataset,
     SamplePage,
     add_texts,
+    changed_runs,
+    dataset_differences,
     dataset_histograms,
     sample_page,
 )
@@ -125,7 +116,7 @@ async def list_changed_runs(
     return await answer_read(request, lambda: page(*read_page(), "run"))
 
 
-@router.get("/v1/datasets/{dataset_id}", Role.train, answer=DatasetSummary, fails="404 not_found")
+@router.get("/v1/datasets/{dataset_id}", Role.train, answer=DatasetSummary)
 async def retrieve_dataset(services: Current, request: Request, dataset_id: DatasetId) -> Response:
     """Return a training set's manifest.
 
@@ -135,12 +126,7 @@ async def retrieve_dataset(services: Current, request: Request, dataset_id: Data
     return await answer_read(request, partial(reader.read_dataset, services.home, dataset_id))
 
 
-@router.get(
-    "/v1/datasets/{dataset_id}/runs",
-    Role.train,
-    answer=ListPage[ConsideredRow],
-    fails="404 not_found",
-)
+@router.get("/v1/datasets/{dataset_id}/runs", Role.train, answer=ListPage[ConsideredRow])
 async def list_dataset_runs(
     services: Current,
     request: Request,
@@ -165,12 +151,7 @@ async def list_dataset_runs(
     return await answer_read(request, lambda: page(*read_page(), "run"))
 
 
-@router.get(
-    "/v1/datasets/{dataset_id}/histograms",
-    Role.train,
-    answer=DatasetHistograms,
-    fails="404 not_found",
-)
+@router.get("/v1/datasets/{dataset_id}/histograms", Role.train, answer=DatasetHistograms)
 async def read_dataset_histograms(
     services: Current, request: Request, dataset_id: DatasetId, bins: Bins = 24
 ) -> Response:
@@ -180,10 +161,7 @@ async def read_dataset_histograms(
 
 
 @router.get(
-    "/v1/datasets/{dataset_id}/samples",
-    Role.train,
-    answer=SamplePage,
-    fails="404 not_found, 404 model_not_found",
+    "/v1/datasets/{dataset_id}/samples", Role.train, answer=SamplePage, fails="404 model_not_found"
 )
 async def list_samples(
     services: Current,
@@ -221,10 +199,7 @@ async def list_samples(
 
 
 @router.get(
-    "/v1/datasets/{dataset_id}/card",
-    Role.train,
-    media={"text/markdown": {"type": "string"}},
-    fails="404 not_found",
+    "/v1/datasets/{dataset_id}/card", Role.train, media={"text/markdown": {"type": "string"}}
 )
 async def read_dataset_card(services: Current, dataset_id: DatasetId) -> Response:
     """Return a training set's card."""

@@ -29,7 +29,7 @@ from cray_agents.errors import (
 from cray_agents.processes import python
 from cray_agents.records import StrictRecord
 from cray_agents.runtime.exports.export_process import LINES, PAGE, PARQUET, TAR, ZIP
-from cray_agents.runtime.exports.formats.catalog import FORMATS
+from cray_agents.runtime.exports.exporter import FORMATS
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.fields import DatasetId
 from cray_agents.runtime.gateway.http.routing import BINARY, Router

@@ -141,14 +141,14 @@ async def create_file(services: Current, request: Request) -> Response:
     return json_response(file.to_openai())
 
 
-@router.get("/v1/files/{file_id}", Role.use, answer=File, fails="404 not_found")
+@router.get("/v1/files/{file_id}", Role.use, answer=File)
 async def retrieve_file(services: Current, file_id: FileId) -> Response:
     """Return a file's record."""
     file = await asyncio.to_thread(services.files.get, file_id)
     return json_response(file.to_openai())
 
 
-@router.delete("/v1/files/{file_id}", Role.use, answer=Deleted, fails="404 not_found")
+@router.delete("/v1/files/{file_id}", Role.use, answer=Deleted)
 async def delete_file(services: Current, request: Request, file_id: FileId) -> Response:
     """Delete a file."""
     file = await asyncio.to_thread(services.files.get, file_id)
@@ -161,7 +161,7 @@ async def delete_file(services: Current, request: Request, file_id: FileId) -> R
     "/v1/files/{file_id}/content",
     Role.use,
     media={"application/octet-stream": {}},
-    fails="404 not_found, 416 range_not_satisfiable",
+    fails="416 range_not_satisfiable",
 )
 async def download_file(
     services: Current,
@@ -194,7 +194,7 @@ async def create_upload(services: Current, request: Request, body: UploadRequest
     return json_response(await asyncio.to_thread(services.uploads.create, body, owner))
 
 
-@router.get("/v1/uploads/{upload_id}", Role.use, answer=ShownUpload, fails="404 not_found")
+@router.get("/v1/uploads/{upload_id}", Role.use, answer=ShownUpload)
 async def retrieve_upload(services: Current, upload_id: UploadId) -> Response:
     """Return an upload and its parts."""
     return json_response(await asyncio.to_thread(services.uploads.show, upload_id))
@@ -224,7 +224,7 @@ async def add_upload_part(services: Current, request: Request, upload_id: Upload
     "/v1/uploads/{upload_id}/complete",
     Role.use,
     answer=ShownUpload,
-    fails="404 not_found, 400 part_not_found, 400 bytes_mismatch, 400 md5_mismatch",
+    fails="400 part_not_found, 400 bytes_mismatch, 400 md5_mismatch",
 )
 async def complete_upload(
     services: Current, request: Request, upload_id: UploadId, body: UploadCompletion
@@ -241,10 +241,7 @@ async def complete_upload(
 
 
 @router.post(
-    "/v1/uploads/{upload_id}/cancel",
-    Role.use,
-    answer=ShownUpload,
-    fails="404 not_found, 400 upload_completed",
+    "/v1/uploads/{upload_id}/cancel", Role.use, answer=ShownUpload, fails="400 upload_completed"
 )
 async def cancel_upload(services: Current, request: Request, upload_id: UploadId) -> Response:
     """Give an upload up."""

@@ -137,12 +137,7 @@ async def create_fine_tuning_job(services: Current, request: Request, body: Crea
     return await _act(services, tuning.look, spec.id)
 
 
-@router.get(
-    "/v1/fine_tuning/jobs/{fine_tuning_job_id}",
-    Role.train,
-    answer=FineTuningJob,
-    fails="404 not_found",
-)
+@router.get("/v1/fine_tuning/jobs/{fine_tuning_job_id}", Role.train, answer=FineTuningJob)
 async def retrieve_fine_tuning_job(services: Current, fine_tuning_job_id: TuningId) -> Response:
     """Return the state of a fine-tuning job.
 
@@ -185,10 +180,7 @@ async def resume_fine_tuning_job(services: Current, fine_tuning_job_id: TuningId
 
 
 @router.get(
-    "/v1/fine_tuning/jobs/{fine_tuning_job_id}/events",
-    Role.train,
-    answer=ListPage[FineTuningEvent],
-    fails="404 not_found",
+    "/v1/fine_tuning/jobs/{fine_tuning_job_id}/events", Role.train, answer=ListPage[FineTuningEvent]
 )
 async def list_fine_tuning_events(
     services: Current, fine_tuning_job_id: TuningId, after: After = None, limit: Limit = 20
@@ -205,7 +197,6 @@ async def list_fine_tuning_events(
     "/v1/fine_tuning/jobs/{fine_tuning_job_id}/checkpoints",
     Role.train,
     answer=ListPage[FineTuningCheckpoint],
-    fails="404 not_found",
 )
 async def list_fine_tuning_checkpoints(
     services: Current, fine_tuning_job_id: TuningId, after: After = None, limit: Limit = 20

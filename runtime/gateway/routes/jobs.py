@@ -22,13 +22,7 @@ from cray_agents.records import Record
 from cray_agents.runtime.disk import checksums, paging
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of, may_name
-from cray_agents.runtime.gateway.http.bodies import (
-    answer_read,
-    field,
-    json_response,
-    page,
-    parse,
-)
+from cray_agents.runtime.gateway.http.bodies import answer_read, field, json_response, page, parse
 from cray_agents.runtime.gateway.http.error_envelope import without_paths
 from cray_agents.runtime.gateway.http.fields import (
     ID,
@@ -119,13 +113,13 @@ async def create_job(
     return _status(await asyncio.to_thread(services.trainer.submit, spec))
 
 
-@router.get("/v1/jobs/{job_id}", Role.train, answer=JobStatus, fails="404 not_found")
+@router.get("/v1/jobs/{job_id}", Role.train, answer=JobStatus)
 async def retrieve_job(services: Current, job_id: JobId) -> Response:
     """Return the status of a job."""
     return _status(await asyncio.to_thread(services.trainer.status, job_id))
 
 
-@router.get("/v1/jobs/{job_id}/events", Role.train, answer=JobEvents, fails="404 not_found")
+@router.get("/v1/jobs/{job_id}/events", Role.train, answer=JobEvents)
 async def list_job_events(
     services: Current, request: Request, job_id: JobId, after: Count = 0
 ) -> Response:
@@ -140,7 +134,7 @@ async def list_job_events(
     return await answer_read(request, read)
 
 
-@router.get("/v1/jobs/{job_id}/series", Role.train, answer=JobSeries, fails="404 not_found")
+@router.get("/v1/jobs/{job_id}/series", Role.train, answer=JobSeries)
 async def read_job_series(
     services: Current, request: Request, job_id: JobId, names: Names = "", points: Points = 600
 ) -> Response:
@@ -154,7 +148,7 @@ async def read_job_series(
     return await answer_read(request, read)
 
 
-@router.get("/v1/jobs/{job_id}/hardware", Role.train, answer=JobHardware, fails="404 not_found")
+@router.get("/v1/jobs/{job_id}/hardware", Role.train, answer=JobHardware)
 async def read_job_hardware(
     services: Current,
     request: Request,
@@ -180,7 +174,7 @@ async def read_job_hardware(
     return await answer_read(request, read)
 
 
-@router.get("/v1/jobs/{job_id}/timeline", Role.train, answer=Trace, fails="404 not_found")
+@router.get("/v1/jobs/{job_id}/timeline", Role.train, answer=Trace)
 async def read_job_timeline(services: Current, request: Request, job_id: JobId) -> Response:
     """Return a job's attempts, steps and saves in Chrome's trace format, which Perfetto opens."""
     _folder(services, job_id)
@@ -192,12 +186,7 @@ async def read_job_timeline(services: Current, request: Request, job_id: JobId) 
     return await answer_read(request, read)
 
 
-@router.get(
-    "/v1/jobs/{job_id}/logs",
-    Role.train,
-    media={"text/plain": {"type": "string"}},
-    fails="404 not_found",
-)
+@router.get("/v1/jobs/{job_id}/logs", Role.train, media={"text/plain": {"type": "string"}})
 async def read_job_log(
     services: Current,
     request: Request,
@@ -235,7 +224,7 @@ async def resume_job(services: Current, job_id: JobId) -> Response:
     "/v1/jobs/{job_id}/commands",
     Role.train,
     answer=dict[str, str | int],
-    fails="404 not_found, 400 invalid_value",
+    fails="400 invalid_value",
     max_body="runs",
     audited=False,
 )
@@ -249,21 +238,14 @@ async def send_training_command(services: Current, job_id: JobId, body: CommandR
     return json_response({"job_id": job_id, "sequence": body.sequence})
 
 
-@router.get(
-    "/v1/jobs/{job_id}/commands", Role.train, answer=dict[str, str | int], fails="404 not_found"
-)
+@router.get("/v1/jobs/{job_id}/commands", Role.train, answer=dict[str, str | int])
 async def count_training_commands(services: Current, job_id: JobId) -> Response:
     """Return the number of a job's newest command, `last`, 0 without one."""
     last = await asyncio.to_thread(services.trainer.last_command, job_id)
     return json_response({"job_id": job_id, "last": last})
 
 
-@router.get(
-    "/v1/jobs/{job_id}/commands/{sequence}",
-    Role.train,
-    answer=CommandState,
-    fails="404 not_found",
-)
+@router.get("/v1/jobs/{job_id}/commands/{sequence}", Role.train, answer=CommandState)
 async def read_training_result(
     services: Current,
     request: Request,

@@ -77,7 +77,7 @@ async def create_key(services: Current, body: KeyRequest) -> Response:
     return json_response({**_key_fields(record, False), "secret": secret})
 
 
-@router.delete("/v1/keys/{key}", Role.admin, answer=DataList[ShownKey], fails="404 not_found")
+@router.delete("/v1/keys/{key}", Role.admin, answer=DataList[ShownKey])
 async def revoke_key(services: Current, key: Annotated[str, named("key", "key")]) -> Response:
     """End the key of this id, or every key of this name. It stops working within a second."""
     records = await asyncio.to_thread(lambda: Keys(services.home).revoke(key))

@@ -21,12 +21,7 @@ from cray_agents.records import Record, Reward, StrictRecord
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
-from cray_agents.runtime.gateway.http.bodies import (
-    answer_read,
-    damage_told,
-    json_response,
-    page,
-)
+from cray_agents.runtime.gateway.http.bodies import answer_read, damage_told, json_response, page
 from cray_agents.runtime.gateway.http.fields import (
     ID,
     After,
@@ -51,11 +46,7 @@ from cray_agents.runtime.gateway.services import Current
 from cray_agents.runtime.store.feedback import check_rewards
 from cray_agents.runtime.store.loop_records import LoopRecords
 from cray_agents.runtime.telemetry.timeline import MOST_RUNS, iteration_timeline
-from cray_agents.runtime.views.iteration_evidence import (
-    iteration_detail,
-    loops_page,
-    pairs_page,
-)
+from cray_agents.runtime.views.iteration_evidence import iteration_detail, loops_page, pairs_page
 from cray_agents.runtime.views.job_hardware import job_events
 from cray_agents.runtime.views.view_records import (
     IterationDetail,
@@ -122,12 +113,7 @@ async def list_loops(
     return await answer_read(request, read, long=True)
 
 
-@router.get(
-    "/v1/loops/{loop}/iterations/{number}/timeline",
-    Role.train,
-    answer=Trace,
-    fails="404 not_found",
-)
+@router.get("/v1/loops/{loop}/iterations/{number}/timeline", Role.train, answer=Trace)
 async def read_iteration_timeline(
     services: Current, request: Request, loop: LoopId, number: IterationNumber
 ) -> Response:
@@ -147,12 +133,7 @@ async def read_iteration_timeline(
     return await answer_read(request, read)
 
 
-@router.get(
-    "/v1/loops/{loop}/iterations/{number}",
-    Role.train,
-    answer=IterationDetail,
-    fails="404 not_found",
-)
+@router.get("/v1/loops/{loop}/iterations/{number}", Role.train, answer=IterationDetail)
 async def read_iteration(
     services: Current, request: Request, loop: LoopId, number: IterationNumber
 ) -> Response:
@@ -161,12 +142,7 @@ async def read_iteration(
     return await answer_read(request, detail)
 
 
-@router.get(
-    "/v1/loops/{loop}/iterations/{number}/pairs",
-    Role.train,
-    answer=PairPage,
-    fails="404 not_found",
-)
+@router.get("/v1/loops/{loop}/iterations/{number}/pairs", Role.train, answer=PairPage)
 async def list_pairs(
     services: Current,
     request: Request,
@@ -181,9 +157,7 @@ async def list_pairs(
     return await answer_read(request, read)
 
 
-@router.get(
-    "/v1/loops/{loop}/journal/{entry}", Role.train, answer=dict[str, Any], fails="404 not_found"
-)
+@router.get("/v1/loops/{loop}/journal/{entry}", Role.train, answer=dict[str, Any])
 async def recall_entry(
     services: Current, request: Request, loop: LoopId, entry: EntryName
 ) -> Response:
@@ -265,7 +239,7 @@ async def ask_for_rollout(services: Current, request: Request, body: RolloutSpec
     return json_response({"state": state})
 
 
-@router.get("/v1/rollouts/{run_id}", Role.train, answer=RolloutStatus, fails="404 not_found")
+@router.get("/v1/rollouts/{run_id}", Role.train, answer=RolloutStatus)
 async def wait_for_rollout(
     services: Current,
     run_id: RunId,

@@ -113,19 +113,17 @@ class WhoAndWhy(Fields):
     reason: str = ""
 
 
-class Promotion(WhoAndWhy):
-    """A version to promote. `force`: even if another name's promoted one is then served no more."""
-
-    version: int
-    numbers: dict[str, Any] = Field(default_factory=dict)
-    force: bool = False
-
-
 class Rejection(WhoAndWhy):
     """A version to reject."""
 
     version: int
     numbers: dict[str, Any] = Field(default_factory=dict)
+
+
+class Promotion(Rejection):
+    """A version to promote. `force`: even if another name's promoted one is then served no more."""
+
+    force: bool = False
 
 
 class Rollback(WhoAndWhy):
@@ -199,12 +197,7 @@ async def list_versions(services: Current, name: ModelName) -> Response:
     return json_response({"data": data})
 
 
-@router.post(
-    "/v1/models/{name}/versions",
-    Role.train,
-    answer=ShownVersion,
-    fails="404 not_found, 422 corrupt",
-)
+@router.post("/v1/models/{name}/versions", Role.train, answer=ShownVersion, fails="422 corrupt")
 async def register_version(
     services: Current, request: Request, name: ModelName, body: Checkpoint
 ) -> Response:
@@ -252,7 +245,7 @@ async def stage_version(
     "/v1/jobs/{job_id}/receive",
     Role.train,
     answer=dict[str, bool],
-    fails="404 not_found, 409 swap_failed, 409 pool_busy",
+    fails="409 swap_failed, 409 pool_busy",
 )
 async def receive_weights(
     services: Current, request: Request, job_id: JobId, body: Leased = LEASED
@@ -349,7 +342,7 @@ async def lineage(services: Current, name: ModelName) -> Response:
     return json_response({"data": await asyncio.to_thread(lineage_of, services.registry, name)})
 
 
-@router.get("/v1/models/{name}/canary", Role.use, answer=RunningCanary, fails="404 not_found")
+@router.get("/v1/models/{name}/canary", Role.use, answer=RunningCanary)
 async def retrieve_canary(services: Current, name: ModelName) -> Response:
     """Return the running canary of a name, and the numbers seen so far."""
     canary = services.versions.live.canary(name)
@@ -380,12 +373,7 @@ async def start_canary(
     return json_response(await services.versions.start_canary(version, test, **reasons))
 
 
-@router.delete(
-    "/v1/models/{name}/canary",
-    Role.admin,
-    answer=ModelEvent,
-    fails="404 not_found, 409 swap_failed",
-)
+@router.delete("/v1/models/{name}/canary", Role.admin, answer=ModelEvent, fails="409 swap_failed")
 async def stop_canary(
     services: Current, request: Request, name: ModelName, query: Annotated[WhoAndWhy, Query()]
 ) -> Response:

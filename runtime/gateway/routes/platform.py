@@ -27,7 +27,7 @@ from cray_agents.runtime.gateway.http.fields import Fields, MaybeReal
 from cray_agents.runtime.gateway.http.routing import Router
 from cray_agents.runtime.gateway.replica_lease import LONGEST
 from cray_agents.runtime.gateway.services import Current
-from cray_agents.runtime.telemetry.replica_metrics import EngineCollector, scrape
+from cray_agents.runtime.telemetry.call_metrics import EngineCollector, scrape
 from cray_agents.runtime.views.health_warnings import health_warnings
 from cray_agents.runtime.views.view_records import (
     KeyDemand,

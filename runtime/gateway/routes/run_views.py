@@ -1,7 +1,7 @@
 """Views of runs: outline, windows of turns, tokens with their text, scores, differences, counts.
 
 A run is read in parts, so that one of thousands of turns opens at once. Statistics come from the
-index alone. Read next: runtime/views/run_pages.py, token_text.py, run_differences.py.
+index alone. Read next: runtime/views/run_pages.py, token_text.py, run_pages.py.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from cray_agents.runtime.gateway.model_calls.answer import collect_answer
 from cray_agents.runtime.gateway.routes.trajectories import WhichRuns
 from cray_agents.runtime.gateway.services import Current, vocabulary_of
 from cray_agents.runtime.pool.vllm_http import well_formed
-from cray_agents.runtime.views.run_differences import differences, turn_pairs
+from cray_agents.runtime.views.run_pages import differences, turn_pairs
 from cray_agents.runtime.views.token_text import parse_score, score_request
 from cray_agents.runtime.views.view_records import (
     RunDifferences,
@@ -149,7 +149,7 @@ async def diff_runs(
     return await answer_read(request, read)
 
 
-@router.get("/v1/trajectories/{run_id}/outline", Role.use, answer=RunOutline, fails="404 not_found")
+@router.get("/v1/trajectories/{run_id}/outline", Role.use, answer=RunOutline)
 async def outline_run(
     services: Current,
     request: Request,
@@ -161,7 +161,7 @@ async def outline_run(
     return await answer_read(request, partial(services.run_pages.outline, run_id, first, limit))
 
 
-@router.get("/v1/trajectories/{run_id}/turns", Role.use, answer=TurnWindow, fails="404 not_found")
+@router.get("/v1/trajectories/{run_id}/turns", Role.use, answer=TurnWindow)
 async def list_turns(
     services: Current,
     request: Request,
@@ -181,7 +181,7 @@ async def list_turns(
     "/v1/trajectories/{run_id}/turns/{number}/tokens",
     Role.use,
     answer=TurnTokens,
-    fails="404 not_found, 404 no_tokenizer",
+    fails="404 no_tokenizer",
 )
 async def list_turn_tokens(
     services: Current,
@@ -233,7 +233,7 @@ async def list_turn_tokens(
     "/v1/trajectories/{run_id}/turns/{number}/score",
     Role.use,
     answer=TurnScore,
-    fails="404 not_found, 404 model_not_found, 400 no_tokens, 400 unsupported_engine",
+    fails="404 model_not_found, 400 no_tokens, 400 unsupported_engine",
 )
 async def score_turn(
     services: Current, request: Request, run_id: RunId, number: TurnNumber, body: ScoreRequest

@@ -152,7 +152,7 @@ async def create_tinker_sampler(services: Current, request: Request, body: NewSa
     return json_response({"type": "create_sampling_session", "sampling_session_id": name})
 
 
-@router.get("/api/v1/samplers/{sampler_id}", Role.use, answer=dict[str, Any], fails="404 not_found")
+@router.get("/api/v1/samplers/{sampler_id}", Role.use, answer=dict[str, Any])
 async def retrieve_tinker_sampler(
     services: Current, sampler_id: Annotated[str, named("sampler", "sampler_id")]
 ) -> Response:

@@ -55,13 +55,7 @@ from cray_agents.runtime.gateway.tinker.training_runs import (
     name_of_sampler,
     session_of,
 )
-from cray_agents.training_commands import (
-    CommandResult,
-    OptimStep,
-    Publish,
-    Save,
-    TrainingCommand,
-)
+from cray_agents.training_commands import CommandResult, OptimStep, Publish, Save, TrainingCommand
 
 HOLD = 20  # seconds that a question for a result is held; the client waits for 45
 RANKS = "commands"  # the session of the Python client, too: all take turns on its ranks
@@ -302,11 +296,7 @@ async def describe_tinker_weights(services: Current, body: SavedPath) -> Respons
     return json_response({"base_model": model.base_model, **fields})
 
 
-@router.get(
-    "/api/v1/training_runs",
-    Role.train,
-    answer=dict[str, Any],
-)
+@router.get("/api/v1/training_runs", Role.train, answer=dict[str, Any])
 async def list_tinker_models_trained(
     services: Current,
     limit: Limit = 20,
@@ -323,21 +313,14 @@ async def list_tinker_models_trained(
     return json_response({"training_runs": rows, "cursor": cursor, **damage})
 
 
-@router.get(
-    "/api/v1/training_runs/{model_id}", Role.train, answer=dict[str, Any], fails="404 not_found"
-)
+@router.get("/api/v1/training_runs/{model_id}", Role.train, answer=dict[str, Any])
 async def retrieve_tinker_training_run(services: Current, model_id: TinkerId) -> Response:
     """Return a model of a script, and what it saved last."""
     model = await asyncio.to_thread(services.tinker.model, model_id)
     return json_response(await asyncio.to_thread(_row, services, model))
 
 
-@router.get(
-    "/api/v1/training_runs/{model_id}/checkpoints",
-    Role.train,
-    answer=dict[str, Any],
-    fails="404 not_found",
-)
+@router.get("/api/v1/training_runs/{model_id}/checkpoints", Role.train, answer=dict[str, Any])
 async def list_tinker_checkpoints(services: Current, model_id: TinkerId) -> Response:
     """List the weights that a script saved under names, oldest first."""
     await asyncio.to_thread(services.tinker.model, model_id)

@@ -148,15 +148,13 @@ async def list_runs(
     return await answer_read(request, lambda: _page(read(runs), limit), long=True)
 
 
-@router.get(
-    "/v1/trajectories/{run_id}", Role.use, answer=ShownRun, fails="404 not_found", local=True
-)
+@router.get("/v1/trajectories/{run_id}", Role.use, answer=ShownRun, local=True)
 async def retrieve_run(services: Current, request: Request, run_id: RunId) -> Response:
     """Return a run, with its tokens."""
     return await answer_read(request, lambda: _render(services.store.run(run_id), tokens=True))
 
 
-@router.delete("/v1/trajectories/{run_id}", Role.admin, answer=Deleted, fails="404 not_found")
+@router.delete("/v1/trajectories/{run_id}", Role.admin, answer=Deleted)
 async def delete_run(services: Current, run_id: RunId) -> Response:
     """Forget a run.
 
@@ -213,7 +211,7 @@ async def append_events(
     "/v1/trajectories/{run_id}/rewards",
     Role.use,
     answer=Reward,
-    fails="404 not_found, 400 invalid_value",
+    fails="400 invalid_value",
     max_body="runs",
     local=True,
 )

@@ -172,7 +172,7 @@ class TinkerFiles:
             path = self._saved(saved)
             with self._replacing:
                 if not _create(path, saved) and _is_lost(_read_saved(path), result_of):
-                    durable.replace_file(path, _text(saved))
+                    durable.replace_file(path, checksums.record_text(saved))
             existing = _read_saved(path)
         if existing.sequence != sequence or existing.name != name:
             raise BadInput(
@@ -278,11 +278,7 @@ def _may_have_written(result: CommandResult | None) -> bool:
 
 
 def _create(path: Path, record: Record) -> bool:
-    return durable.create_file(path, _text(record))
-
-
-def _text(record: Record) -> bytes:
-    return checksums.with_crc(record.model_dump_json().encode())
+    return durable.create_file(path, checksums.record_text(record))
 
 
 def _read_saved(path: Path) -> SavedWeights:

@@ -63,26 +63,16 @@ _ABOUT = (  # the facts of a description, in this order
     *("started", "seconds", "error", "infrastructure", "tags", "rewards", "turns"),
     *("input", "output", "imported", "redacted", "owner"),
 )
+_OF_CALLS = (  # the attributes that merge the calls, in this order
+    *("calls", "prompt", "sampled", "cached", "redacted", "first", "last"),
+    *("models", "tags", "owner"),
+)
 
 
 class MergedRun:
     """The merged facts of a run's live events; `dumps()` and `MergedRun(data)` convert to JSON."""
 
-    __slots__ = (
-        "cached",
-        "calls",
-        "described",
-        "first",
-        "forgotten",
-        "last",
-        "models",
-        "owner",
-        "prompt",
-        "redacted",
-        "rewards",
-        "sampled",
-        "tags",
-    )
+    __slots__ = (*_OF_CALLS, "described", "forgotten", "rewards")
 
     def __init__(self, data: bytes | None = None) -> None:
         self.described: list[Any] | None = None  # [time, event id, *_ABOUT] of the newest
@@ -98,35 +88,14 @@ class MergedRun:
         if data is not None:
             (self.described, self.forgotten, self.rewards, calls) = orjson.loads(data)
             if calls is not None:
-                (
-                    self.calls,
-                    self.prompt,
-                    self.sampled,
-                    self.cached,
-                    self.redacted,
-                    self.first,
-                    self.last,
-                    self.models,
-                    self.tags,
-                    self.owner,
-                ) = calls
+                for name, value in zip(_OF_CALLS, calls, strict=True):
+                    setattr(self, name, value)
 
     def dumps(self) -> bytes:
         """Return this as JSON, to pass to `MergedRun`."""
         calls = None
         if self.last is not None:
-            calls = (
-                self.calls,
-                self.prompt,
-                self.sampled,
-                self.cached,
-                self.redacted,
-                self.first,
-                self.last,
-                self.models,
-                self.tags,
-                self.owner,
-            )
+            calls = [getattr(self, name) for name in _OF_CALLS]
         return orjson.dumps((self.described, self.forgotten, self.rewards, calls))
 
     def take(self, fact: Fact) -> bool:

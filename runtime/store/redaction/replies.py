@@ -117,7 +117,8 @@ def _texts(events: Iterable[Any]) -> dict[tuple[Any, ...], list[Slot]]:
 
 def _slots(value: Any, path: tuple[Any, ...], *, kept: bool) -> Iterator[tuple[Any, Slot]]:
     if isinstance(value, dict):
-        places = tuple((name, value[name]) for name in _PLACES if _is_scalar(value.get(name)))
+        found = ((name, value.get(name)) for name in _PLACES)
+        places = tuple((name, item) for name, item in found if isinstance(item, str | int))
         for name, item in value.items():
             if name in _TOKENS or (kept and name in _KEPT):
                 continue
@@ -156,10 +157,6 @@ def unused_key(key: str, taken: Mapping[str, Any]) -> str:
         number += 1
         candidate = f"{key} {number}"
     return candidate
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, str | int)
 
 
 def _drop_tokens(value: Any) -> None:

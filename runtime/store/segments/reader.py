@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from cray_agents.errors import Corrupt, StoreError
 from cray_agents.runtime.disk.checksums import is_whole
+from cray_agents.runtime.disk.durable import names_in
 from cray_agents.runtime.store.segments import frames
 from cray_agents.runtime.store.segments.line_format import (
     COMPACTED,
@@ -170,8 +171,6 @@ def open_segment(directory: Path, stem: str) -> Handle:
 BLOCK = 2**20  # bytes of an open segment read at a time
 LISTINGS = 8  # tries to list a changing directory twice alike
 BAD_LINE = "a line is not what its checksum says"
-
-__all__ = ["BAD_LINE", "Damage", "Moved", "Segment", "SegmentLine", "Segments"]
 
 
 class Segment(NamedTuple):
@@ -333,11 +332,7 @@ class Segments:
 
     def _list_forms(self) -> dict[str, str]:
         forms: dict[str, str] = {}
-        try:
-            names = os.listdir(self.directory)  # noqa: PTH208  only names are used
-        except FileNotFoundError:
-            return forms
-        for name in names:
+        for name in names_in(self.directory):
             named = name_of(name)
             if named and FORMS.index(named.form) <= FORMS.index(forms.get(named.stem, OPEN)):
                 forms[named.stem] = named.form

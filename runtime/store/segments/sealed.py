@@ -144,9 +144,6 @@ def verify(path: Path) -> Footer:
     return footer
 
 
-__all__ = ["COMPACTED", "seal", "write_sealed"]
-
-
 def seal(path: Path) -> Path:
     """Seal an open segment (`X.jsonl` or `X.left.jsonl`) as `X.jsonl.zst`.
 

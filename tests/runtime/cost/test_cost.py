@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cray_agents.cli import app
-from cray_agents.config.price_section import PriceSettings
+from cray_agents.config.settings import PriceSettings
 from cray_agents.errors import BadInput, ConfigError, NotFound
 from cray_agents.paths import Home
 from cray_agents.runtime.accounting.cost_account import CostAmount

@@ -7,7 +7,7 @@ import pytest
 
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe, Decontamination
-from cray_agents.runtime.datasets.card import card
+from cray_agents.runtime.datasets.build import card
 from cray_agents.runtime.datasets.considered_runs import BuildCounts
 from tests.support.datasets.dataset_runs import build, rows, run_events, several, task
 

@@ -14,7 +14,8 @@ from cray_agents.errors import BadInput, Corrupt, NewerFormat, NotFound
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import Event
-from cray_agents.runtime.datasets import build_dataset, list_datasets, plan_dataset, read_dataset
+from cray_agents.runtime.datasets.build import build_dataset, plan_dataset
+from cray_agents.runtime.datasets.reader import list_datasets, read_dataset
 from cray_agents.runtime.disk.checksums import with_crc
 from cray_agents.runtime.disk.durable import sha256_file
 from cray_agents.runtime.store import Store

@@ -13,7 +13,7 @@ from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import Trajectory
-from cray_agents.runtime.datasets import build_dataset
+from cray_agents.runtime.datasets.build import build_dataset
 from cray_agents.runtime.datasets.build_process import BuildProcess
 from cray_agents.runtime.datasets.demonstrations import Renderer
 from cray_agents.runtime.exports.formats.fine_tuning_lines import OPENAI_PREFERENCE

@@ -17,7 +17,8 @@ import pytest
 from cray_agents.errors import BadInput, Corrupt
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
-from cray_agents.runtime.datasets import build_dataset, dataset_runs
+from cray_agents.runtime.datasets.build import build_dataset
+from cray_agents.runtime.datasets.reader import dataset_runs
 from cray_agents.runtime.store import Store
 from tests.support.campaign import Campaign, kills
 from tests.support.datasets.dataset_runs import made, reasons, run_events, several, stored, task

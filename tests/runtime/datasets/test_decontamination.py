@@ -9,7 +9,7 @@ import pytest
 
 from cray_agents import Task, TaskSet
 from cray_agents.errors import BadInput, Corrupt
-from cray_agents.loop.holdout_journal import hold_out
+from cray_agents.loop.evaluator import hold_out
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe, Decontamination
 from cray_agents.records import Event, Run

@@ -10,7 +10,7 @@ import pytest
 from cray_agents.errors import BadInput
 from cray_agents.records import ModelCall
 from cray_agents.runtime.datasets.run_samples import merge_calls
-from cray_agents.runtime.vllm_plugins.routes import encode
+from cray_agents.runtime.vllm_plugins.capture import encode
 from cray_agents.trainers.data.packer import pack
 from cray_agents.trainers.data.samples import Samples, read_samples
 from cray_agents.trainers.job.job_inputs import check_routes

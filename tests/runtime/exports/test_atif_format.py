@@ -9,7 +9,7 @@ import pytest
 from cray_agents.errors import BadInput
 from cray_agents.records import Run
 from cray_agents.runtime.exports.export_format import line_of
-from cray_agents.runtime.exports.formats.catalog import LINE_FORMATS
+from cray_agents.runtime.exports.exporter import LINE_FORMATS
 from tests.support.exports.example_runs import chat, made
 
 ATIF = LINE_FORMATS["atif"].write_run

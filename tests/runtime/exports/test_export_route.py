@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cray_agents.queries import DatasetRecipe, RunFilter
-from cray_agents.runtime.datasets import build_dataset
+from cray_agents.runtime.datasets.build import build_dataset
 from cray_agents.runtime.exports.exporter import export, format_named, open_dataset, open_runs
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from tests.support.exports.small_runs import events_of, name_of

@@ -24,13 +24,13 @@ from cray_agents.runtime.disk import durable
 from cray_agents.runtime.exports import export_files
 from cray_agents.runtime.exports.export_files import ExportProgress
 from cray_agents.runtime.exports.exporter import (
-    LossRules,
+    FORMATS,
     export,
     format_named,
     open_dataset,
     open_runs,
 )
-from cray_agents.runtime.exports.formats.catalog import FORMATS
+from cray_agents.runtime.exports.losses import LossRules
 from cray_agents.runtime.exports.sources import StoredRuns
 from tests.support.exports.small_runs import filled, name_of
 

@@ -19,7 +19,7 @@ from cray_agents.runtime.exports.export_format import (
     Written,
     line_of,
 )
-from cray_agents.runtime.exports.formats.catalog import FORMATS, LINE_FORMATS
+from cray_agents.runtime.exports.exporter import FORMATS, LINE_FORMATS
 from cray_agents.runtime.exports.losses import LOSSES
 from cray_agents.runtime.exports.sources import run_of_demonstration
 from tests.support.exports.example_runs import called, chat, made

@@ -12,7 +12,7 @@ from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.records import Message, Run, Task
 from cray_agents.runtime.exports.export_format import Written
-from cray_agents.runtime.exports.formats.catalog import LINE_FORMATS
+from cray_agents.runtime.exports.exporter import LINE_FORMATS
 from cray_agents.runtime.exports.formats.huggingface import rows_of
 from cray_agents.runtime.exports.formats.verl import rows_of as verl_rows
 from cray_agents.runtime.store import Store

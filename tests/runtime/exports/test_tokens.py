@@ -11,7 +11,8 @@ import pytest
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe, RunFilter
 from cray_agents.records import Run
-from cray_agents.runtime.datasets import build_dataset, shards
+from cray_agents.runtime.datasets.build import build_dataset
+from cray_agents.runtime.datasets.reader import shards
 from cray_agents.runtime.datasets.run_samples import Span, TokenSample
 from cray_agents.runtime.datasets.token_shards import SampleRow, table_of
 from cray_agents.runtime.exports.exporter import (

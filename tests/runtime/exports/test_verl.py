@@ -10,7 +10,7 @@ from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe, RunFilter
 from cray_agents.records import Run, Task
-from cray_agents.runtime.datasets import build_dataset
+from cray_agents.runtime.datasets.build import build_dataset
 from cray_agents.runtime.exports.exporter import export, format_named, open_dataset, open_runs
 from cray_agents.runtime.exports.formats.verl import rows_of, schema
 from tests.support.exports.example_runs import chat, made

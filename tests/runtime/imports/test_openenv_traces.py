@@ -9,7 +9,7 @@ import pytest
 
 from cray_agents.errors import BadInput
 from cray_agents.records import ModelCall, Reward, Run, StopReason, Task, Trajectory, Turn
-from cray_agents.runtime.exports.formats.catalog import LINE_FORMATS
+from cray_agents.runtime.exports.exporter import LINE_FORMATS
 from cray_agents.runtime.imports import FORMATS, Importing
 from cray_agents.runtime.store.assembly import assemble
 from tests.support.command_line import cli

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cray_agents.config.price_section import PriceSettings
+from cray_agents.config.settings import PriceSettings
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.registry.canary import Canary, CanaryTest
 from tests.support import costly_root

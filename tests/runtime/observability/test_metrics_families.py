@@ -10,9 +10,8 @@ from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.gateway.http.api_keys import Keys
 from cray_agents.runtime.telemetry import call_metrics
-from cray_agents.runtime.telemetry.call_metrics import CallMetrics
+from cray_agents.runtime.telemetry.call_metrics import CallMetrics, EngineCollector, EngineText
 from cray_agents.runtime.telemetry.file_metrics import JobTails
-from cray_agents.runtime.telemetry.replica_metrics import EngineCollector, EngineText
 from tests.support.scraped_metrics import Samples, parse, put, write_loop_and_jobs
 from tests.support.scripted_gateway import Gateway, served, until
 

@@ -15,9 +15,9 @@ from cray_agents.errors import Corrupt, StoreError
 from cray_agents.records import Event
 from cray_agents.runtime.disk.checksums import is_whole
 from cray_agents.runtime.store.segments import reader
-from cray_agents.runtime.store.segments.line_format import LinePlace, event_in, line_of
+from cray_agents.runtime.store.segments.line_format import COMPACTED, LinePlace, event_in, line_of
 from cray_agents.runtime.store.segments.reader import Moved, SegmentLine, Segments
-from cray_agents.runtime.store.segments.sealed import COMPACTED, seal, write_sealed
+from cray_agents.runtime.store.segments.sealed import seal, write_sealed
 from tests.support.store.segment_lines import line, placed, read_all, write_open
 
 JSON = st.recursive(

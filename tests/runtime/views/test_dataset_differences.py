@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from cray_agents import Platform
 from cray_agents.runtime.views.dataset_views import ChangedRun, DatasetDifferences
 from cray_agents.trainers.models.seed_model import make_seed_model
 from tests.runtime.views.test_run_views import model_with_tokenizer
@@ -132,11 +131,3 @@ async def test_what_is_wrong_is_said(gateway: Gateway, pair: tuple[str, str]) ->
         got, answer = await gateway.call("GET", path)
         assert got == status, answer
         assert param in (None, answer["error"]["param"])
-
-
-async def test_the_sdk_has_the_same(gateway: Gateway, pair: tuple[str, str]) -> None:
-    answer = await get(gateway, f"/v1/datasets/diff?a={pair[0]}&b={pair[1]}")
-    views = Platform(gateway.url).views
-    assert await views.dataset_diff(*pair) == answer
-    rows = await views.dataset_diff_runs(*pair, change="added")
-    assert [one["run"] for one in rows["data"]] == ["r3"]

@@ -9,8 +9,8 @@ import pyarrow.parquet
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import Event
-from cray_agents.runtime.datasets import build_dataset, dataset_runs, shards
-from cray_agents.runtime.datasets.reader import SplitName
+from cray_agents.runtime.datasets.build import build_dataset
+from cray_agents.runtime.datasets.reader import SplitName, dataset_runs, shards
 from cray_agents.runtime.store import Store
 
 Row = dict[str, Any]

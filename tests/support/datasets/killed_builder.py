@@ -10,7 +10,7 @@ import pyarrow.parquet  # noqa: F401  (imported before the fork)
 
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
-from cray_agents.runtime.datasets import build_dataset
+from cray_agents.runtime.datasets.build import build_dataset
 from cray_agents.runtime.store import Store
 
 TOUCHES = {"open", "os.mkdir", "os.rename", "os.link", "os.remove", "os.rmdir", "os.truncate"}

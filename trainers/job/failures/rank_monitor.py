@@ -267,7 +267,7 @@ def first_end(note: Path | None, ours: BadEnd, patience: float = PATIENCE) -> Ba
     deadline = time.monotonic() + patience
     while ours.followed and not note.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    content = checksums.with_crc(ours.model_dump_json().encode())
+    content = checksums.record_text(ours)
     if durable.create_file(note, content):
         return ours
     first = checksums.read_record(BadEnd, note)
@@ -305,7 +305,7 @@ def note_end(folder: Path, end: BadEnd) -> None:
     One that another end may have caused replaces no report.
     """
     leave = durable.create_file if end.followed else durable.replace_file
-    leave(folder / END, checksums.with_crc(end.model_dump_json().encode()))
+    leave(folder / END, checksums.record_text(end))
 
 
 def read_end(folder: Path) -> BadEnd | None:
