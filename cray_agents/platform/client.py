@@ -76,7 +76,7 @@ class Views:
 
     async def loops(self) -> AsyncIterator[Json]:
         """Yield the loops, newest change first, with last iteration and held-out success."""
-        async for row in self._rows("/loops", {"limit": 100}):
+        async for row in self._http.rows("/loops", {"limit": 100}):
             yield row
 
     async def changes(self, after: str | None = None) -> AsyncIterator[Json]:
@@ -194,24 +194,14 @@ class Platform:
         stop_reason, min_reward, max_reward, error, since, until, text, and tag, which may be a list
         (runs with all of them); and order.
         """
-        async for item in self._rows("/trajectories", {**filters, "limit": page}):
+        async for item in self._http.rows("/trajectories", {**filters, "limit": page}):
             yield Run.model_validate(item)
 
     async def summaries(self, **filters: Any) -> AsyncIterator[dict[str, Any]]:
         """Yield the index rows of stored runs, with their token counts; `filters` as of `runs`."""
         query = {**filters, "view": "summary", "limit": 1000}
-        async for row in self._rows("/trajectories", query):
+        async for row in self._http.rows("/trajectories", query):
             yield row
-
-    async def _rows(self, path: str, query: Json) -> AsyncIterator[Json]:
-        """Yield the rows of all pages of a list."""
-        while True:
-            answer = await self._http.get(path, query)
-            for row in answer["data"]:
-                yield row
-            if not answer["has_more"]:
-                return
-            query = {**query, "after": answer["last_id"]}
 
     async def build_dataset(self, recipe: DatasetRecipe) -> dict[str, Any]:
         """Build the training set, or find it; return its id, its counts, and what was left out."""

@@ -56,6 +56,16 @@ class Transport:
         """Return the JSON answer of a GET. A list in the query repeats its name."""
         return await self._json(lambda c: c.get(_with_query(path, query), cast_to=object))
 
+    async def rows(self, path: str, query: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Yield the rows of all pages of a list."""
+        more: dict[str, Any] = {**query}
+        answer: dict[str, Any] = {"has_more": True}
+        while answer["has_more"]:
+            answer = await self.get(path, more)
+            for row in answer["data"]:
+                yield row
+            more["after"] = answer["last_id"]
+
     async def text(self, path: str, query: Mapping[str, Any] | None = None) -> str:
         """Return the text answer of a GET."""
         return str(await self._send(lambda c: c.get(_with_query(path, query), cast_to=str)))

@@ -50,8 +50,8 @@ class Supervised:
             )
         self.pid = self._process.pid
         supervisor, platform = Process.of(self.pid), Process.of()
-        record = {"host": platform.host, "boot": platform.boot}
-        record |= {"supervisor": supervisor[:2], "owner": platform[:2]}
+        pids = {"supervisor": supervisor[:2], "owner": platform[:2]}
+        record = {"host": platform.host, "boot": platform.boot, **pids}
         durable.replace_file(owner, json.dumps(record).encode())
 
     @property
