@@ -333,21 +333,28 @@ class PlacedEngine(VllmEngine):
 
 
 class LapseClock:
-    """The time since a silent supervisor's last heartbeat, by this host's clock.
+    """The time since a supervisor's last answer or heartbeat, by this host's clock.
 
-    A supervisor that renews its lease and does not answer is given up later.
+    Made when it answers, or at the first trouble with it. A supervisor that renews its lease and
+    does not answer is given up later.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._beat = -1
+        self._beat: int | None = None
         self._silent_since = self._renewed = time.monotonic()
+
+    @property
+    def left(self) -> float:
+        """Seconds until the lease lapses, unless it is found renewed."""
+        return max(0.0, self._renewed + self._seconds - time.monotonic())
 
     def lapsed(self, folder: Path) -> bool:
         """Tell whether the lease in an attempt's folder has lapsed. Call it again and again."""
         now, lease = time.monotonic(), read_lease(folder)
         if lease is not None and lease.beat != self._beat:
-            self._beat, self._renewed = lease.beat, now
+            self._renewed = self._renewed if self._beat is None else now
+            self._beat = lease.beat
         return (
             now - self._renewed > self._seconds
             or now - self._silent_since > _SILENT_LAPSES * self._seconds
