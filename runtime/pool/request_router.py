@@ -348,30 +348,32 @@ class RequestRouter:
         """Return, of the replicas that fit, the one with a call's beginning or a least busy one."""
         requests = [slot.requests.total for slot in fit]
         least = min(requests)
-        idle = [slot for slot, count in zip(fit, requests, strict=True) if count == least]
         if not exchange.conversation or not self._affinity or len(requests) == 1:
-            return idle[0]
+            return [*fit][requests.index(least)]
         prompt, beginning = _prompt_of(exchange.request)
         keys = [hash((version, prompt, exchange.conversation))]
         if not self.shared:
             keys += [hash((version, key)) for key in (prompt, beginning) if key]
         place = next((self._places[key] for key in keys if key in self._places), None)
-        spread = (prompt or crc32(exchange.conversation.encode(errors="replace"))) * _SPREAD
-
-        def rank(slot: RoutedReplica) -> int:
-            return (spread ^ fit[slot]) * _SPREAD & _WORD
-
+        wanted = prompt or crc32(exchange.conversation.encode(errors="replace"))
         if place is None and self.shared:
-            place = max(fit, key=rank)
+            place = _highest(fit, wanted)
         most = 1 + ceil(self._affinity * (sum(requests) + 1) / len(requests))
         if place is None or place not in fit or place.requests.total >= most:
-            place = max(idle, key=rank)
+            counts = zip(fit.items(), requests, strict=True)
+            place = _highest(dict(item for item, count in counts if count == least), wanted)
         for key in keys:
             self._places[key] = place
             self._places.move_to_end(key)
         while len(self._places) > _REMEMBERED:
             self._places.popitem(last=False)
         return place
+
+
+def _highest(factors: dict[RoutedReplica, int], key: int) -> RoutedReplica:
+    """Return the replica of a key by rendezvous hashing: few keys move when a replica goes."""
+    hashes = [(key * _SPREAD ^ factor) * _SPREAD & _WORD for factor in factors.values()]
+    return [*factors][hashes.index(max(hashes))]
 
 
 def _prompt_of(request: dict[str, Any]) -> tuple[int, int]:

@@ -286,7 +286,7 @@ class Http:
                 with well_formed(self._place(path, public_name)):
                     yield response
         except aiohttp.ConnectionTimeoutError as error:
-            why = str(error)
+            why = str(error.__cause__ or error)  # see _in_time
             raise EngineUnavailable(self._message(path, why, why, public_name)) from error
         except TimeoutError as error:  # first: aiohttp's timeouts are ClientErrors as well
             why = f"nothing came for {limit.sock_read} s"

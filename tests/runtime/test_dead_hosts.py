@@ -40,8 +40,8 @@ async def test_a_connection_that_hangs_is_given_up(
 ) -> None:
     assert vllm_http.CONNECT <= 2
     monkeypatch.setattr(vllm_http, limit, 0.0625)
-    make_authority(tmp_path)
-    tls = client_context(tmp_path / "ca.pem") if scheme == "https" else None
+    make_authority(tmp_path / "tls")
+    tls = client_context(tmp_path / "tls" / "ca.pem") if scheme == "https" else None
     with place(waiting) as address:
         http = Http(f"{scheme}://{address}", "s3cret", 600, tls)
         with pytest.raises(EngineUnavailable, match=r"no connection within 0\.0625 s") as raised:
