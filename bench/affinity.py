@@ -57,7 +57,7 @@ async def measure(
 
     texts = [[text(begin), *(text(ADDED) for _ in range(turns - 1))] for _ in range(runs)]
     token = 4 * 2 * shape.layers * shape.kv_heads * shape.head_size  # bytes of KV
-    room = max(shape.context, ROOM * longest * runs / replicas)
+    room = max(shape.context, ROOM * longest * runs / replicas) + 1024
     serve = {"max_model_len": shape.context, "threads": 1, "kv_cache_gib": room * token / 2**30}
     for name, setting in (("default", {}), ("0", {"replica_affinity": 0.0})):
         config = load_config({"home": home / f"affinity-{name}", **serve, **setting})

@@ -108,7 +108,7 @@ async def _open_streams(url: str, count: int, pid: int) -> float:
 
 
 async def _choices(root: Home, streams: int) -> dict[str, float]:
-    """Microseconds of a choice: in a gateway alone, and beside others."""
+    """Microseconds of processor time of a choice: in a gateway alone, and beside others."""
     figures = {}
     pool = FollowedPool(root.serving, answer_timeout=60, on_failure=lambda *failure: None)
     await pool.look()
@@ -125,10 +125,10 @@ async def _choices(root: Home, streams: int) -> dict[str, float]:
         for router.shared in (False, True):
             router._places.clear()
             for turn in ("first call", "next call"):
-                begun = time.perf_counter()
+                begun = time.process_time()
                 for call in calls:
                     await router._pick("m@1", 0.0, (), call)
-                spent = time.perf_counter() - begun
+                spent = time.process_time() - begun
                 beside = " beside other gateways" if router.shared else ""
                 figures[f"a conversation's {turn}{beside}"] = 1e6 * spent / streams
     await pool.close()

@@ -187,12 +187,12 @@ class _DeathSuspicion:
 class RequestRouter:
     """The router of requests to replicas.
 
-    A call goes to the replica whose KV cache has its beginning, unless that is clearly busier:
-    the one that answered its conversation last. A new conversation has its prompt's: attempts of
-    one task begin where the first did, and so do prompts with one long beginning. A single gateway
-    remembers where that was, and places a new prompt where least is in flight. Gateways that share
-    their replicas find it by the prompt's rendezvous hash, so that all agree, and one that starts
-    anew with them. The bound of loads is that of arXiv 1608.01350.
+    A call goes to the replica whose KV cache has its beginning, unless that is clearly busier (the
+    bound is that of arXiv 1608.01350): the one that answered its conversation last. Attempts of one
+    task begin where the first did, and so do prompts with one long beginning, unless that replica
+    is busier than the mean. A single gateway remembers where that was, and places a new prompt
+    where least is in flight. Gateways that share their replicas find it by the prompt's rendezvous
+    hash, so that all agree, and one that starts anew with them.
 
     Args:
         replicas: may change at any time; `notifier` then fires, as at each of their own changes.
@@ -350,18 +350,30 @@ class RequestRouter:
         least = min(requests)
         if not exchange.conversation or not self._affinity or len(requests) == 1:
             return [*fit][requests.index(least)]
-        prompt, beginning = _prompt_of(exchange.request)
+        prompt, beginning, answered = _prompt_of(exchange.request)
         keys = [hash((version, prompt, exchange.conversation))]
         if not self.shared:
             keys += [hash((version, key)) for key in (prompt, beginning) if key]
-        place = next((self._places[key] for key in keys if key in self._places), None)
         wanted = prompt or crc32(exchange.conversation.encode(errors="replace"))
-        if place is None and self.shared:
-            place = _highest(fit, wanted)
-        most = 1 + ceil(self._affinity * (sum(requests) + 1) / len(requests))
+
+        def rendezvous(limit: int) -> RoutedReplica:  # few prompts move when a replica goes
+            spread = wanted * _SPREAD & _WORD
+            hashes = [
+                (spread ^ factor) * _SPREAD & _WORD if count <= limit else -1
+                for factor, count in zip(fit.values(), requests, strict=True)
+            ]
+            return [*fit][hashes.index(max(hashes))]
+
+        place = self._places.get(keys[0])
+        affinity = self._affinity
+        if place is None:
+            if not answered:  # there is but a prompt to be found
+                affinity = min(affinity, 1.0)
+            known = (self._places[key] for key in keys if key in self._places)
+            place = rendezvous(max(requests)) if self.shared else next(known, None)
+        most = 1 + ceil(affinity * (sum(requests) + 1) / len(requests))
         if place is None or place not in fit or place.requests.total >= most:
-            counts = zip(fit.items(), requests, strict=True)
-            place = _highest(dict(item for item, count in counts if count == least), wanted)
+            place = rendezvous(least)
         for key in keys:
             self._places[key] = place
             self._places.move_to_end(key)
@@ -370,26 +382,24 @@ class RequestRouter:
         return place
 
 
-def _highest(factors: dict[RoutedReplica, int], key: int) -> RoutedReplica:
-    """Return the replica of a key by rendezvous hashing: few keys move when a replica goes."""
-    hashes = [(key * _SPREAD ^ factor) * _SPREAD & _WORD for factor in factors.values()]
-    return [*factors][hashes.index(max(hashes))]
-
-
-def _prompt_of(request: dict[str, Any]) -> tuple[int, int]:
+def _prompt_of(request: dict[str, Any]) -> tuple[int, int, bool]:
     """Return hashes of a conversation's messages before its first answer; 0 for none.
 
-    The second is of a long beginning of theirs alone. Of a long message a part counts.
+    The second is of a long beginning of theirs alone. Of a long message a part counts. And tell
+    whether there is an answer.
     """
     told = [request.get("system") or request.get("instructions")]  # of other APIs
-    given = request.get("messages") or request.get("input")
-    for message in given[:_MOST_MESSAGES] if isinstance(given, list) else ():
-        if not isinstance(message, dict) or message.get("role") not in _ASKING:
+    given = request.get("messages") or request.get("input") or []
+    messages = given if isinstance(given, list) else [{"role": "user", "content": given}]
+    answered = False
+    for message in messages[:_MOST_MESSAGES]:
+        answered = not isinstance(message, dict) or message.get("role") not in _ASKING
+        if answered:
             break
         told.append(message.get("content"))
-    text = "\0".join(map(_text, told if isinstance(given, list) else [*told, given]))
-    content = text.strip("\0").encode(errors="replace")
-    return crc32(content), crc32(content[:_LONG]) if len(content) > _LONG else 0
+    content = "\0".join(map(_text, told)).strip("\0").encode(errors="replace")
+    beginning = crc32(content[:_LONG]) if len(content) > _LONG else 0
+    return crc32(content), beginning, answered
 
 
 def _text(content: Any) -> str:

@@ -184,6 +184,15 @@ async def test_attempts_of_a_task_begin_where_the_first_did(shared: bool) -> Non
     assert sorted(asked) == [0, 0, 0, 4]
 
 
+@pytest.mark.parametrize("shared", [True, False])
+async def test_attempts_at_once_are_spread(shared: bool) -> None:
+    """A prompt is cheap to compute again beside what the attempts sample."""
+    engines = scripted(2, delay=0.05)
+    router, _ = routed(engines, shared=shared)
+    await asyncio.gather(*(ask(router, f"{attempt}", begin="task") for attempt in range(8)))
+    assert max(len(engine.requests) for engine in engines) <= 5
+
+
 async def test_a_conversation_is_found_by_what_it_repeats() -> None:
     """By a gateway that does not know it, and though its client goes back or cuts its end off."""
     engines = scripted(8)
