@@ -17,6 +17,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from itertools import count
 from math import ceil
 from typing import Any, Protocol
 from zlib import crc32
@@ -190,9 +191,9 @@ class RequestRouter:
     A call goes to the replica whose KV cache has its beginning, unless that is clearly busier (the
     bound is that of arXiv 1608.01350): the one that answered its conversation last. Attempts of one
     task begin where the first did, and so do prompts with one long beginning, unless that replica
-    is busier than the mean. A single gateway remembers where that was, and places a new prompt
-    where least is in flight. Gateways that share their replicas find it by the prompt's rendezvous
-    hash, so that all agree, and one that starts anew with them.
+    is busier than the mean. A single gateway remembers where that was, and places new prompts by
+    turns where least is in flight. Gateways that share their replicas find it by the prompt's
+    rendezvous hash, so that all agree, and one that starts anew with them.
 
     Args:
         replicas: may change at any time; `notifier` then fires, as at each of their own changes.
@@ -213,6 +214,8 @@ class RequestRouter:
     ) -> None:
         self._affinity = affinity
         self._places: OrderedDict[int, RoutedReplica] = OrderedDict()  # by hashes of `_choose`
+        self._numbers = count(1)
+        self._given: dict[RoutedReplica, int] = {}  # numbers of the last new prompts
         self._fits: dict[str, dict[RoutedReplica, int]] = {}  # see `_fit`
         self._seen = 0  # changes of the replicas that `_fits` has taken in
         self._silent: dict[RoutedReplica, float] = {}  # until when others come first
@@ -354,32 +357,31 @@ class RequestRouter:
         keys = [hash((version, prompt, exchange.conversation))]
         if not self.shared:
             keys += [hash((version, key)) for key in (prompt, beginning) if key]
-        wanted = prompt or crc32(exchange.conversation.encode(errors="replace"))
-
-        def rendezvous(limit: int) -> RoutedReplica:  # few prompts move when a replica goes
-            spread = wanted * _SPREAD & _WORD
-            hashes = [
-                (spread ^ factor) * _SPREAD & _WORD if count <= limit else -1
-                for factor, count in zip(fit.values(), requests, strict=True)
-            ]
-            return [*fit][hashes.index(max(hashes))]
-
-        place = self._places.get(keys[0])
-        affinity = self._affinity
+        place, affinity = self._places.get(keys[0]), self._affinity
         if place is None:
             if not answered:  # there is but a prompt to be found
                 affinity = min(affinity, 1.0)
             known = (self._places[key] for key in keys if key in self._places)
-            place = rendezvous(max(requests)) if self.shared else next(known, None)
+            place = self._meeting(fit, prompt, exchange) if self.shared else next(known, None)
         most = 1 + ceil(affinity * (sum(requests) + 1) / len(requests))
         if place is None or place not in fit or place.requests.total >= most:
-            place = rendezvous(least)
+            idle = (slot for slot, busy in zip(fit, requests, strict=True) if busy == least)
+            place = min(idle, key=lambda slot: self._given.get(slot, 0))
+            self._given[place] = next(self._numbers)
         for key in keys:
             self._places[key] = place
             self._places.move_to_end(key)
         while len(self._places) > _REMEMBERED:
             self._places.popitem(last=False)
         return place
+
+    @staticmethod
+    def _meeting(fit: dict[RoutedReplica, int], prompt: int, exchange: EngineCall) -> RoutedReplica:
+        """Return a prompt's replica by rendezvous hashing: few of them move when a replica goes."""
+        key = prompt or crc32(exchange.conversation.encode(errors="replace"))
+        spread = key * _SPREAD & _WORD
+        hashes = [(spread ^ factor) * _SPREAD & _WORD for factor in fit.values()]
+        return [*fit][hashes.index(max(hashes))]
 
 
 def _prompt_of(request: dict[str, Any]) -> tuple[int, int, bool]:
