@@ -14,7 +14,7 @@ from cray_agents.runtime.pool import job_lease, vllm_http
 from cray_agents.runtime.pool.job_lease import JobLease, LapseClock, write_lease
 from cray_agents.runtime.pool.replica_certificates import make_authority
 from cray_agents.runtime.pool.vllm_http import Http, client_context
-from tests.runtime.test_replica_affinity import ask, routed
+from tests.support.routed_replicas import ask, routed
 
 
 @contextmanager

@@ -10,18 +10,11 @@ import pytest
 
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.ports import Engine
-from cray_agents.runtime.background import ChangeNotifier
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.pool.request_router import InFlightRequests, RequestRouter
 from tests.support.in_process_engine import InProcessEngine
+from tests.support.routed_replicas import ask, routed
 from tests.support.scripted_gateway import says, served
 from tests.support.scripted_pool import checkpoint, exchange, probe, says_version, serving, until
-
-
-async def ask(pool: Any, conversation: str, version: str = "m@1", begin: str = "") -> None:
-    asked = exchange(user=conversation, messages=says(begin or conversation))
-    asked.conversation = conversation
-    _ = [piece async for piece in pool.answer(version, asked)]
 
 
 def scripted(count: int, **settings: Any) -> list[ScriptedEngine]:
@@ -117,35 +110,6 @@ async def test_the_version_comes_before_the_place(tmp_path: Path) -> None:
         for version in ("m@1", "m@2", "m@1"):
             await ask(pool, "chat", version)
     assert [len(engine.requests) for engine in engines] == [2, 2]
-
-
-class Named:
-    """A replica of a router without a pool."""
-
-    losses, why_lost, contents = 0, "", ""
-
-    def __init__(self, engine: Any) -> None:
-        self.requests = InFlightRequests(ChangeNotifier())
-        self.versions = ["m@1"]
-        self._engine = engine
-
-    @property
-    def in_flight(self) -> int:
-        return self.requests.total
-
-    def engine(self, version: str) -> Engine:
-        engine: Engine = self._engine
-        return engine
-
-    async def wait_for_loss(self, since: int, seconds: float) -> bool:
-        return False
-
-
-def routed(engines: Sequence[Any], *, shared: bool = True) -> tuple[RequestRouter, list[Any]]:
-    replicas: list[Any] = [Named(engine) for engine in engines]
-    router = RequestRouter(replicas, ChangeNotifier(), 1.0, lambda version: None)
-    router.shared = shared
-    return router, replicas
 
 
 async def test_gateways_that_know_nothing_of_each_other_choose_one_replica() -> None:
