@@ -335,8 +335,9 @@ class PlacedEngine(VllmEngine):
 class LapseClock:
     """The time since a supervisor's last answer or heartbeat, by this host's clock.
 
-    Made when it answers, or at the first trouble with it. A supervisor that renews its lease and
-    does not answer is given up later.
+    Made when it answers, or at the first trouble with it. A moment in which this process itself
+    stood still leaves time for a second look. A supervisor that renews its lease and does not
+    answer is given up later.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -352,9 +353,12 @@ class LapseClock:
     def lapsed(self, folder: Path) -> bool:
         """Tell whether the lease in an attempt's folder has lapsed. Call it again and again."""
         now, lease = time.monotonic(), read_lease(folder)
-        if lease is not None and lease.beat != self._beat:
-            self._renewed = self._renewed if self._beat is None else now
-            self._beat = lease.beat
+        beat = -1 if lease is None else lease.beat
+        if self._beat is None:  # a first look does not tell when the last heartbeat was
+            self._renewed = max(self._renewed, now - self._seconds * 2 / 3)
+        elif beat not in (-1, self._beat):
+            self._renewed = now
+        self._beat = beat
         return (
             now - self._renewed > self._seconds
             or now - self._silent_since > _SILENT_LAPSES * self._seconds
