@@ -59,7 +59,8 @@ async def measure(
     token = 4 * 2 * shape.layers * shape.kv_heads * shape.head_size  # bytes of KV
     room = max(shape.context, ROOM * longest * runs / replicas) + 1024
     serve = {"max_model_len": shape.context, "threads": 1, "kv_cache_gib": room * token / 2**30}
-    for name, setting in (("default", {}), ("0", {"replica_affinity": 0.0})):
+    ways: dict[str, dict[str, float]] = {"default": {}, "0": {"replica_affinity": 0.0}}
+    for name, setting in ways.items():
         config = load_config({"home": home / f"affinity-{name}", **serve, **setting})
         with serving(config, model=home / "model", name="m", replicas=replicas) as info:
             async with session() as http:

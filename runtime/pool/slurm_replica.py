@@ -244,7 +244,8 @@ class SlurmReplica(VllmHost):
                     if await self._connect(folder):
                         return
                 except (EngineError, OSError) as error:
-                    trouble, clock = str(error), clock or LapseClock(self._lapse)
+                    trouble = str(error)
+                    clock = clock or LapseClock(self._lapse)
                     if await asyncio.to_thread(clock.lapsed, folder):
                         raise EngineUnavailable(
                             f"job {self.job} has a lease that nobody renews: {error}"
