@@ -64,6 +64,8 @@ async def measure(
         config = load_config({"home": home / f"affinity-{name}", **serve, **setting})
         with serving(config, model=home / "model", name="m", replicas=replicas) as info:
             async with session() as http:
+                while await serving_replicas(http, info["url"]) < replicas:  # noqa: ASYNC110
+                    await asyncio.sleep(0.5)
                 before, _ = await counters(http, info["url"])
                 conversations = (converse(http, info["url"], one) for one in texts)
                 calls = await asyncio.gather(*conversations)
@@ -83,6 +85,13 @@ async def measure(
             f"{hits:.2f} of what a cache could give; {sum(computed):,.0f} tokens computed, "
             f"the busiest replica {load:.2f} of the mean; {memory:.1f} GiB",
         )
+
+
+async def serving_replicas(http: aiohttp.ClientSession, url: str) -> int:
+    """How many have started."""
+    async with http.get(url + "/v1/pool") as response:
+        pool = await response.json()
+    return sum(replica["state"] == "serving" for replica in pool["data"])
 
 
 async def converse(http: aiohttp.ClientSession, url: str, texts: list[str]) -> Calls:
