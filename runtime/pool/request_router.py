@@ -190,8 +190,8 @@ class RequestRouter:
 
     A call goes to the replica whose KV cache has its beginning, unless that is clearly busier (the
     bound is that of arXiv 1608.01350): the one that answered its conversation last. Attempts of one
-    task begin where the first did, and so do prompts with one long beginning, unless that replica
-    is busier than the mean. A single gateway remembers where that was, and places new prompts by
+    task begin where the first did, and so do prompts with one long beginning; half as much beyond
+    the mean is busy for them. A single gateway remembers where that was, and places new prompts by
     turns where least is in flight. Gateways that share their replicas find it by the prompt's
     rendezvous hash, so that all agree, and one that starts anew with them.
 
@@ -357,13 +357,13 @@ class RequestRouter:
         keys = [hash((version, prompt, exchange.conversation))]
         if not self.shared:
             keys += [hash((version, key)) for key in (prompt, beginning) if key]
-        place, affinity = self._places.get(keys[0]), self._affinity
+        place, total = self._places.get(keys[0]), sum(requests)
+        most = 1 + ceil(self._affinity * (total + 1) / len(requests))
         if place is None:
             if not answered:  # there is but a prompt to be found
-                affinity = min(affinity, 1.0)
+                most = 1 + int((1 + self._affinity) / 2 * total / len(requests))
             known = (self._places[key] for key in keys if key in self._places)
             place = self._meeting(fit, prompt, exchange) if self.shared else next(known, None)
-        most = 1 + ceil(affinity * (sum(requests) + 1) / len(requests))
         if place is None or place not in fit or place.requests.total >= most:
             idle = (slot for slot, busy in zip(fit, requests, strict=True) if busy == least)
             place = min(idle, key=lambda slot: self._given.get(slot, 0))
