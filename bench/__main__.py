@@ -14,6 +14,7 @@ from pathlib import Path
 import orjson
 
 from bench import (
+    affinity,
     batches,
     calls,
     crowd,
@@ -24,6 +25,7 @@ from bench import (
     gateways,
     iteration,
     kv,
+    large_pool,
     loop_async,
     parked_sessions,
     pollers,
@@ -108,6 +110,7 @@ ALL = {
     "scaling": scaling.scaling,
     "simulation": simulation.simulation,
     "gateways": gateways.at_one_port,
+    "pool": large_pool.main,
     "memory": gateway.memory,
     "waits": waits.main,
     "batches": batches.main,
@@ -121,6 +124,7 @@ ALL = {
     "training": training.main,
     "iteration": iteration.main,
     "kv": kv.main,
+    "affinity": affinity.main,
     "parked": parked_sessions.main,
     "pollers": pollers.main,
     "swap": swap.main,

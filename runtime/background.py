@@ -110,13 +110,22 @@ class BackgroundTasks:
 
 
 class ChangeNotifier:
-    """Wake every waiter on each change. Unlike asyncio.Condition, notify() needs no lock."""
+    """Wake every waiter on each change. Unlike asyncio.Condition, notify() needs no lock.
+
+    `changes` counts them.
+    """
 
     def __init__(self) -> None:
+        self.changes = 0
         self._next = asyncio.Event()
 
     def notify(self) -> None:
-        """Wake every waiter."""
+        """Count a change, and wake every waiter."""
+        self.changes += 1
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake every waiter, as what it waits for may have come without a change."""
         self._next.set()
         self._next = asyncio.Event()
 

@@ -331,21 +331,32 @@ class PlacedEngine(VllmEngine):
 
 
 class LapseClock:
-    """The time since a silent supervisor's last heartbeat, by this host's clock.
+    """The time since a supervisor's last answer or heartbeat, by this host's clock.
 
-    A supervisor that renews its lease and does not answer is given up later.
+    Made when it answers, or at the first trouble with it. A moment in which this process itself
+    stood still leaves time for a second look. A supervisor that renews its lease and does not
+    answer is given up later.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._beat = -1
+        self._beat: int | None = None
         self._silent_since = self._renewed = time.monotonic()
+
+    @property
+    def left(self) -> float:
+        """Seconds until the lease lapses, unless it is found renewed."""
+        return max(0.0, self._renewed + self._seconds - time.monotonic())
 
     def lapsed(self, folder: Path) -> bool:
         """Tell whether the lease in an attempt's folder has lapsed. Call it again and again."""
         now, lease = time.monotonic(), read_lease(folder)
-        if lease is not None and lease.beat != self._beat:
-            self._beat, self._renewed = lease.beat, now
+        beat = -1 if lease is None else lease.beat
+        if self._beat is None:  # a first look does not tell when the last heartbeat was
+            self._renewed = max(self._renewed, now - self._seconds * 2 / 3)
+        elif beat not in (-1, self._beat):
+            self._renewed = now
+        self._beat = beat
         return (
             now - self._renewed > self._seconds
             or now - self._silent_since > _SILENT_LAPSES * self._seconds

@@ -17,8 +17,9 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from itertools import count
 from math import ceil
-from typing import Protocol
+from typing import Any, Protocol
 from zlib import crc32
 
 from cray_agents.errors import EngineError, EngineUnavailable, Overtaken, VersionClosed
@@ -30,7 +31,12 @@ Wanted = str | Callable[[], str]  # name@N, or a function that is called again a
 _LOSS_TIMEOUT = 0.2  # seconds to wait for news of a replica's death before a request is sent again
 _RETRY_INTERVAL = 0.02  # seconds until a replica is picked anew, where one had changed its version
 _DEATHS = 2  # of engines, with the same request in flight
-_REMEMBERED = 1 << 16  # conversations, by the last call
+_SILENT = 10.0  # seconds in which other replicas come before one that took no connection
+_REMEMBERED = 1 << 16  # places of conversations and prompts, by the last call
+_ASKING = ("system", "developer", "user")  # roles of the messages before a first answer
+_MOST_MESSAGES, _MOST_TEXT = 16, 4096  # of a prompt, and characters of each, that tell it apart
+_LONG = 2048  # characters of a beginning that is worth finding in a KV cache
+_SPREAD, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1  # Fibonacci hashing of 64 bits
 
 
 class PoolNotifier(ChangeNotifier):
@@ -62,12 +68,8 @@ class InFlightRequests:
     def __init__(self, notifier: ChangeNotifier) -> None:
         self._notifier = notifier
         self._requests = Counter[str]()
+        self.total = 0  # requests in flight
         self._busy, self._busy_since = 0.0, 0.0
-
-    @property
-    def total(self) -> int:
-        """Requests in flight."""
-        return self._requests.total()
 
     def count_for(self, version: str) -> int:
         """Return how many requests in flight a version answers."""
@@ -84,16 +86,18 @@ class InFlightRequests:
         if not self.total:
             self._busy_since = time.monotonic()
         self._requests[version] += 1
+        self.total += 1
         try:
             yield
         finally:
             busy = self.busy_seconds
             self._requests[version] -= 1
+            self.total -= 1
             if not self.total:
                 self._busy = busy
             if not self._requests[version]:
                 del self._requests[version]
-                self._notifier.notify()
+                self._notifier.wake()
 
 
 class RoutedReplica(Protocol):
@@ -184,9 +188,12 @@ class _DeathSuspicion:
 class RequestRouter:
     """The router of requests to replicas.
 
-    A conversation's calls go to one replica, whose KV cache has their beginning, unless it is
-    clearly busier: consistent hashing with bounded loads (arXiv 1608.01350), but that a single
-    gateway places a new conversation where least is in flight, and each remembers its places.
+    A call goes to the replica whose KV cache has its beginning, unless that is clearly busier (the
+    bound is that of arXiv 1608.01350): the one that answered its conversation last. Attempts of one
+    task begin where the first did, and so do prompts with one long beginning; half as much beyond
+    the mean is busy for them. A single gateway remembers where that was, and places new prompts by
+    turns where least is in flight. Gateways that share their replicas find it by the prompt's
+    rendezvous hash, so that all agree, and one that starts anew with them.
 
     Args:
         replicas: may change at any time; `notifier` then fires, as at each of their own changes.
@@ -206,7 +213,12 @@ class RequestRouter:
         affinity: float = 1.5,
     ) -> None:
         self._affinity = affinity
-        self._places: OrderedDict[str, RoutedReplica] = OrderedDict()  # by conversation
+        self._places: OrderedDict[int, RoutedReplica] = OrderedDict()  # by hashes of `_choose`
+        self._numbers = count(1)
+        self._given: dict[RoutedReplica, int] = {}  # numbers of the last new prompts
+        self._fits: dict[str, dict[RoutedReplica, int]] = {}  # see `_fit`
+        self._seen = 0  # changes of the replicas that `_fits` has taken in
+        self._silent: dict[RoutedReplica, float] = {}  # until when others come first
         self._replicas = replicas
         self._notifier = notifier
         self.wait_timeout = wait_timeout
@@ -237,7 +249,7 @@ class RequestRouter:
             while True:
                 sent, closed, exchange.samples = False, False, []
                 await suspicion.wait()
-                place = self._admit(version, deadline, refused, exchange.conversation)
+                place = self._admit(version, deadline, refused, exchange)
                 async with place as (slot, exchange.version):
                     exchange.began = time.time()
                     losses, alone = slot.losses, slot.in_flight == 1
@@ -254,6 +266,8 @@ class RequestRouter:
                         closed = True
                         refused.add(slot)
                     except EngineUnavailable as error:
+                        if isinstance(error.__cause__, TimeoutError):  # it takes no connection
+                            self._silent[slot] = _now() + _SILENT
                         if error.status >= 500:  # the server lives, and reports a dead engine
                             slot.fail(losses, "its engine died")
                         if sent or _now() > deadline:
@@ -272,10 +286,10 @@ class RequestRouter:
         self,
         version: Wanted,
         deadline: float,
-        last: Collection[RoutedReplica],
-        conversation: str,
+        refused: Collection[RoutedReplica],
+        exchange: EngineCall,
     ) -> AsyncIterator[tuple[RoutedReplica, str]]:
-        slot, name = await self._pick(version, deadline, last, conversation)
+        slot, name = await self._pick(version, deadline, refused, exchange)
         with slot.requests.track(name):
             yield slot, name
 
@@ -283,20 +297,27 @@ class RequestRouter:
         self,
         version: Wanted,
         deadline: float,
-        last: Collection[RoutedReplica],
-        conversation: str,
+        refused: Collection[RoutedReplica],
+        exchange: EngineCall,
     ) -> tuple[RoutedReplica, str]:
         """Return a slot that serves the version, and the version's `name@N`.
 
-        Those in `last` are taken only if no other fits.
+        Those that `refused`, and silent ones, are taken only if no other fits.
         There is no await between choice and return, so the slot still serves it.
         """
         while True:
             wanted = version if isinstance(version, str) else version()
-            fit = [slot for slot in self._replicas if wanted in slot.versions]
+            fit, last = self._fit(wanted), set(refused)
+            if self._silent:
+                last |= {slot for slot, until in self._silent.items() if until > _now()}
+            if last:
+                fit = {slot: number for slot, number in fit.items() if slot not in last} or fit
             if fit:
-                fit = [slot for slot in fit if slot not in last] or fit
-                return self._choose(fit, conversation), wanted
+                slot = self._choose(wanted, fit, exchange)
+                if wanted in slot.versions:
+                    return slot, wanted
+                self._fits.clear()  # it was lost, and nobody was told yet
+                continue
             self._recall(wanted)
             try:
                 async with asyncio.timeout_at(deadline):
@@ -308,22 +329,86 @@ class RequestRouter:
                     f"the replicas hold: {states}"
                 ) from None
 
-    def _choose(self, fit: Sequence[RoutedReplica], conversation: str) -> RoutedReplica:
-        """Return the replica of a conversation among those that fit, or the least busy one."""
-        requests = [slot.in_flight for slot in fit]
-        least = fit[requests.index(min(requests))]
-        if not conversation or not self._affinity or len(fit) == 1:
-            return least
-        place = self._places.pop(conversation, None)
-        if place is None and self.shared:  # the same one in all gateways
-            place = self._replicas[crc32(conversation.encode()) % len(self._replicas)]
-        most = 1 + ceil(self._affinity * (sum(requests) + 1) / len(fit))
-        if place is None or place not in fit or place.in_flight >= most:
-            place = least
-        self._places[conversation] = place
-        if len(self._places) > _REMEMBERED:
+    def _fit(self, version: str) -> dict[RoutedReplica, int]:
+        """Return the replicas that serve a version, each with its factor of the rendezvous hash.
+
+        It follows from the replica's place in the pool, which all gateways know.
+        """
+        if self._seen != self._notifier.changes:
+            self._seen = self._notifier.changes
+            self._fits.clear()
+        if version not in self._fits:
+            self._fits[version] = {
+                slot: (number + 1) * _SPREAD & _WORD
+                for number, slot in enumerate(self._replicas)
+                if version in slot.versions
+            }
+        return self._fits[version]
+
+    def _choose(
+        self, version: str, fit: dict[RoutedReplica, int], exchange: EngineCall
+    ) -> RoutedReplica:
+        """Return, of the replicas that fit, the one with a call's beginning or a least busy one."""
+        requests = [slot.requests.total for slot in fit]
+        least = min(requests)
+        if not exchange.conversation or not self._affinity or len(requests) == 1:
+            return [*fit][requests.index(least)]
+        prompt, beginning, answered = _prompt_of(exchange.request)
+        keys = [hash((version, prompt, exchange.conversation))]
+        if not self.shared:
+            keys += [hash((version, key)) for key in (prompt, beginning) if key]
+        place, total = self._places.get(keys[0]), sum(requests)
+        most = 1 + ceil(self._affinity * (total + 1) / len(requests))
+        if place is None:
+            if not answered:  # there is but a prompt to be found
+                most = 1 + int((1 + self._affinity) / 2 * total / len(requests))
+            known = (self._places[key] for key in keys if key in self._places)
+            place = self._meeting(fit, prompt, exchange) if self.shared else next(known, None)
+        if place is None or place not in fit or place.requests.total >= most:
+            idle = (slot for slot, busy in zip(fit, requests, strict=True) if busy == least)
+            place = min(idle, key=lambda slot: self._given.get(slot, 0))
+            self._given[place] = next(self._numbers)
+        for key in keys:
+            self._places[key] = place
+            self._places.move_to_end(key)
+        while len(self._places) > _REMEMBERED:
             self._places.popitem(last=False)
         return place
+
+    @staticmethod
+    def _meeting(fit: dict[RoutedReplica, int], prompt: int, exchange: EngineCall) -> RoutedReplica:
+        """Return a prompt's replica by rendezvous hashing: few of them move when a replica goes."""
+        key = prompt or crc32(exchange.conversation.encode(errors="replace"))
+        spread = key * _SPREAD & _WORD
+        hashes = [(spread ^ factor) * _SPREAD & _WORD for factor in fit.values()]
+        return [*fit][hashes.index(max(hashes))]
+
+
+def _prompt_of(request: dict[str, Any]) -> tuple[int, int, bool]:
+    """Return hashes of a conversation's messages before its first answer; 0 for none.
+
+    The second is of a long beginning of theirs alone. Of a long message a part counts. And tell
+    whether there is an answer.
+    """
+    told = [request.get("system") or request.get("instructions")]  # of other APIs
+    given = request.get("messages") or request.get("input") or []
+    messages = given if isinstance(given, list) else [{"role": "user", "content": given}]
+    answered = False
+    for message in messages[:_MOST_MESSAGES]:
+        answered = not isinstance(message, dict) or message.get("role") not in _ASKING
+        if answered:
+            break
+        told.append(message.get("content"))
+    content = "\0".join(map(_text, told)).strip("\0").encode(errors="replace")
+    beginning = crc32(content[:_LONG]) if len(content) > _LONG else 0
+    return crc32(content), beginning, answered
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        parts = content[:_MOST_MESSAGES]
+        return "".join(_text(part.get("text")) for part in parts if isinstance(part, dict))
+    return content[:_MOST_TEXT] if isinstance(content, str) else ""
 
 
 def _now() -> float:

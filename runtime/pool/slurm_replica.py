@@ -45,7 +45,7 @@ from cray_agents.runtime.pool.vllm_http import CA, client_context
 from cray_agents.runtime.pool.vllm_process import VllmHost
 
 POLL_INTERVAL = 2.0  # seconds between two questions to Slurm about all jobs together
-_ANSWERS = 10.0  # of all supervisors in a second, at most, while there is no news
+_ANSWERS = 10.0  # of all supervisors in a second while there is no news, where leases allow it
 LAPSE = 30.0  # seconds without a heartbeat or an answer after which a supervisor counts as dead
 DRAIN = 60.0  # seconds before the end of a job's time in which it gets no more requests, at most
 _SUPERVISOR = "cray_agents.runtime.pool.replica_supervisor"
@@ -229,7 +229,7 @@ class SlurmReplica(VllmHost):
 
     async def _wait_for_place(self, attempt: ReplicaSpec) -> None:
         folder = self._folder / str(attempt.attempt)
-        clock = LapseClock(self._lapse)
+        clock: LapseClock | None = None
         asking: asyncio.Task[CommandStatus | None] | None = None
         running_since, trouble = None, ""
         try:
@@ -239,6 +239,7 @@ class SlurmReplica(VllmHost):
                         return
                 except (EngineError, OSError) as error:
                     trouble = str(error)
+                    clock = clock or LapseClock(self._lapse)
                     if await asyncio.to_thread(clock.lapsed, folder):
                         raise EngineUnavailable(
                             f"job {self.job} has a lease that nobody renews: {error}"
@@ -300,7 +301,7 @@ class SlurmReplica(VllmHost):
             return False
         secret = await asyncio.to_thread((folder / SECRET).read_text)
         supervisor = SupervisorClient(
-            lease.url, secret, self._lapse / 2, self._board.term, self._tls
+            lease.url, secret, self._lapse / 3, self._board.term, self._tls
         )
         try:
             state = self._state = await supervisor.state()
@@ -320,18 +321,24 @@ class SlurmReplica(VllmHost):
     async def _follow_supervisor(
         self, supervisor: SupervisorClient, folder: Path, state: SupervisorState
     ) -> None:
-        """Hear of deaths and of the place's end, until the supervisor is lost."""
-        clock = LapseClock(self._lapse)
+        """Hear of deaths and of the place's end, until the supervisor is lost.
+
+        No answer is waited for so long that its lease cannot be seen to lapse in time.
+        """
+        clock, wait = LapseClock(self._lapse), 0.0
         while self._supervisor is supervisor:
             try:
-                wait = max(STATE_SECONDS, self._board.watched / _ANSWERS)
-                self._state = state = await supervisor.state(state.serial, wait)
-                clock = LapseClock(self._lapse)
-            except EngineError as error:
+                async with asyncio.timeout(clock.left):
+                    self._state = state = await supervisor.state(state.serial, wait)
+            except (EngineError, TimeoutError) as error:
                 if await asyncio.to_thread(clock.lapsed, folder):
-                    self._lose(supervisor, f"its lease lapsed: {error}", cancel=True)
+                    why = str(error) or "no answer came"
+                    self._lose(supervisor, f"its lease lapsed: {why}", cancel=True)
+                wait = 0.0
                 await asyncio.sleep(_LEASE_INTERVAL)
                 continue
+            clock = LapseClock(self._lapse)
+            wait = min(max(STATE_SECONDS, self._board.watched / _ANSWERS), self._lapse / 3)
             if state.leaving:
                 self._leaving.set()
                 self._ending.set()

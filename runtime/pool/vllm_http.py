@@ -12,7 +12,7 @@ import logging
 import re
 import ssl
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from io import BytesIO
@@ -48,9 +48,9 @@ _SUFFIX = re.compile(r"\s*\(parameter=.*\)$", re.DOTALL)  # appended to messages
 _BLAMED = re.compile(r"\(parameter=(\w+)|^(\w+) (?:must|cannot) ")
 UNIX = "unix:"  # how the URL of a server begins that listens at a Unix socket
 _STATUS = re.compile(r"[1-5][0-9]{2}")
-#: Seconds until a connection must stand: a node that is gone refuses none. With TLS the server's
-#: own process takes part, and that may be busy.
-_CONNECT, _CONNECT_TLS = 2.0, 15.0
+#: Seconds until a connection must stand, by the server's kernel: a node that is gone refuses none.
+#: In a handshake of TLS the server's own process takes part, and that may be busy.
+CONNECT, HANDSHAKE = 2.0, 15.0
 IDLE = 2.0  # seconds; less than the servers' 5, so that this side closes idle connections first
 _FULL = 0.05  # seconds until a socket whose queue is full is tried again
 CA, CA_KEY, CERTIFICATE, KEY = "ca.pem", "ca-key.pem", "cert.pem", "key.pem"
@@ -93,31 +93,44 @@ def client_context(ca: Path) -> ssl.SSLContext:
 
 
 class ProvedConnector(aiohttp.BaseConnector):
-    """Connections to ports whose owner has proved to know a key, which `key` returns.
+    """Connections to ports whose owner has proved to know a key, which `key` returns, or by `tls`.
 
     A connection may take `timeout.sock_connect` of the request; without it, 2 s. Its proof may take
-    `timeout.sock_read`; without it, 5 s.
+    `timeout.sock_read`; without it, 5 s. A handshake of TLS may take 15 s.
     """
 
-    def __init__(self, key: Callable[[], str]) -> None:
+    def __init__(self, key: Callable[[], str], tls: ssl.SSLContext | None = None) -> None:
         super().__init__(limit=0, keepalive_timeout=IDLE)
-        self._key = key
+        self._key, self._tls = key, tls
+
+    def close(self, *, abort_ssl: bool = True) -> Awaitable[None]:
+        """Drop all connections; TLS's goodbye is not waited for, which no dead host says."""
+        return super().close(abort_ssl=abort_ssl)
 
     async def _create_connection(
         self, req: aiohttp.ClientRequest, traces: Any, timeout: aiohttp.ClientTimeout
     ) -> ResponseHandler:
         host, port = req.url.raw_host or "", req.url.port or 80
+        protocol, transport = self._factory(), None
         try:
-            async with _in_time(timeout):
-                transport, reader = await self._loop.create_connection(_ProofReader, host, port)
-            async with asyncio.timeout(timeout.sock_read or proof.SECONDS):
-                await _require_proof(transport, reader, self._key())
+            async with _in_time(timeout.sock_connect):
+                plain, reader = await self._loop.create_connection(_ProofReader, host, port)
+            if self._tls is None:
+                async with asyncio.timeout(timeout.sock_read or proof.SECONDS):
+                    await _require_proof(plain, reader, self._key())
+                plain.set_protocol(protocol)
+                transport = plain
+            else:
+                async with _in_time(HANDSHAKE):
+                    transport = await self._loop.start_tls(
+                        plain, protocol, self._tls, server_hostname=host
+                    )
         except aiohttp.ConnectionTimeoutError:
             raise
         except OSError as error:  # TimeoutError as well: the proof did not come
             raise aiohttp.ClientConnectorError(req.connection_key, error) from error
-        protocol = self._factory()
-        transport.set_protocol(protocol)
+        if transport is None:
+            raise aiohttp.ServerDisconnectedError()  # in its handshake
         protocol.connection_made(transport)
         return protocol
 
@@ -161,7 +174,7 @@ class SocketConnector(aiohttp.UnixConnector):
     async def _create_connection(
         self, req: aiohttp.ClientRequest, traces: Any, timeout: aiohttp.ClientTimeout
     ) -> ResponseHandler:
-        async with _in_time(timeout):
+        async with _in_time(timeout.sock_connect):
             while True:
                 try:
                     return await super()._create_connection(req, traces, timeout)
@@ -172,9 +185,9 @@ class SocketConnector(aiohttp.UnixConnector):
 
 
 @asynccontextmanager
-async def _in_time(timeout: aiohttp.ClientTimeout) -> AsyncIterator[None]:
-    """Raise ConnectionTimeoutError if a connection takes longer than `timeout` says, or 2 s."""
-    seconds = timeout.sock_connect or proof.CONNECT
+async def _in_time(seconds: float | None) -> AsyncIterator[None]:
+    """Raise ConnectionTimeoutError if a connection takes longer than so many seconds, or 2 s."""
+    seconds = seconds or proof.CONNECT
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -249,9 +262,8 @@ class Http:
         if self._session is None:  # made late because it belongs to the running loop
             always = {HEADER: self.secret}
             self._session = aiohttp.ClientSession(connector=self._connector(), headers=always)
-        connect = _CONNECT if self._tls is None else _CONNECT_TLS
         limit = aiohttp.ClientTimeout(
-            total=None, sock_connect=connect, sock_read=timeout or self.timeout
+            total=None, sock_connect=CONNECT, sock_read=timeout or self.timeout
         )
         content: bytes | BytesIO | None = None
         if body is not None:
@@ -278,7 +290,7 @@ class Http:
                 with well_formed(self._place(path, public_name)):
                     yield response
         except aiohttp.ConnectionTimeoutError as error:
-            why = f"no connection within {connect:g} s"
+            why = str(error.__cause__ or error)  # see _in_time
             raise EngineUnavailable(self._message(path, why, why, public_name)) from error
         except TimeoutError as error:  # first: aiohttp's timeouts are ClientErrors as well
             why = f"nothing came for {limit.sock_read} s"
@@ -333,9 +345,7 @@ class Http:
     def _connector(self) -> aiohttp.BaseConnector:
         if self.url.startswith(UNIX):
             return SocketConnector(self.url.removeprefix(UNIX))
-        if self._tls is None:
-            return ProvedConnector(lambda: self.secret)
-        return aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE, ssl=self._tls)
+        return ProvedConnector(lambda: self.secret, self._tls)
 
     def _message(self, path: str, why: str, public: str, public_name: str) -> str:
         """Return the message of a failure. A model's client reads no address; the log has it."""

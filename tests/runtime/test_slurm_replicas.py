@@ -148,7 +148,7 @@ async def test_whatever_dies_is_followed_and_every_call_is_answered(site: Site) 
 
 
 async def test_a_supervisor_that_stands_still_loses_its_lease(site: Site) -> None:
-    pool = site.pool(site.hosts(1, lapse=1.0), wait_timeout=100)
+    pool = site.pool(site.hosts(1, lapse=6.0), wait_timeout=100)
     await pool.start(*first(site.folder))
     before, lease = replica(pool), site.lease()
     os.kill(lease.pid, signal.SIGSTOP)  # Slurm goes on to say that the job runs
