@@ -25,7 +25,7 @@ from cray_agents.ports import EngineCall
 from cray_agents.processes import die_with_parent
 from cray_agents.runtime.pool.published_replicas import FollowedPool
 from cray_agents.runtime.pool.vllm_engine import ReplicaServer, VllmEngine
-from cray_agents.runtime.telemetry.replica_metrics import scrape
+from cray_agents.runtime.telemetry.call_metrics import scrape
 
 REPLICAS, STREAMS = 200, 2000
 HELD = 5.0  # seconds that all streams stay open

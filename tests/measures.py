@@ -12,11 +12,11 @@ from tests.test_layers import LINKED, ROOT, dotted, imported, is_module, modules
 
 #: What each measure may be at most.
 BOUNDS = {
-    "lines of source": 111_000,
-    "modules of source": 540,
+    "lines of source": 110_700,
+    "modules of source": 515,
     "lines of the longest module": 600,
     "circles of folders": 0,
-    "lines of tests": 87_000,
+    "lines of tests": 87_300,
     "commands": 50,
     "parameters of commands": 216,
     "words of ARCHITECTURE.md": 3_000,
@@ -24,7 +24,7 @@ BOUNDS = {
     "words of CHANGELOG.md": 300,
     "words of BENCHMARKS.md": 3_000,
     "pages of docs": 12,
-    "words of docs": 17_000,
+    "words of docs": 17_100,
 }
 GENERATED = {"models.md", "status.md", "templates.md"}  # pages made by tests
 
