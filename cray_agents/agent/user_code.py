@@ -187,13 +187,7 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 @functools.cache
 def _background_loop(pid: int) -> asyncio.AbstractEventLoop:
     """One loop per process: keyed by pid, because a forked child inherits no threads."""
-    loop: asyncio.AbstractEventLoop
-    try:
-        import uvloop  # late: a light install is without it
-
-        loop = uvloop.new_event_loop()
-    except ImportError:
-        loop = asyncio.new_event_loop()
+    loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name=f"cray-agents-loop-{pid}", daemon=True).start()
     return loop
 
