@@ -31,7 +31,8 @@ async def test_what_comes_while_a_request_is_under_way_shares_the_next_ones() ->
     slow = Slow()
     recording = Recording(slow)
     first = asyncio.create_task(recording.put({"n": 0}))
-    await asyncio.sleep(0.01)
+    while not slow.groups:  # it waits for others at first
+        await asyncio.sleep(0.001)
     others = [asyncio.create_task(recording.put({"n": n})) for n in range(1, MAX_EVENTS + 3)]
     await asyncio.sleep(0.01)
     assert (slow.groups, first.done()) == ([[0]], False)
