@@ -17,11 +17,12 @@ class Slow:
 
     def __init__(self) -> None:
         self.groups: list[list[int]] = []
-        self.open = asyncio.Event()
+        self.begun, self.open = asyncio.Event(), asyncio.Event()
         self.failing = False
 
     async def __call__(self, events: list[Event]) -> None:
         self.groups.append([event["n"] for event in events])
+        self.begun.set()
         await self.open.wait()
         if self.failing:
             raise StoreError("the disk is full")
@@ -31,8 +32,7 @@ async def test_what_comes_while_a_request_is_under_way_shares_the_next_ones() ->
     slow = Slow()
     recording = Recording(slow)
     first = asyncio.create_task(recording.put({"n": 0}))
-    while not slow.groups:  # it waits for others at first
-        await asyncio.sleep(0.001)
+    await slow.begun.wait()
     others = [asyncio.create_task(recording.put({"n": n})) for n in range(1, MAX_EVENTS + 3)]
     await asyncio.sleep(0.01)
     assert (slow.groups, first.done()) == ([[0]], False)
