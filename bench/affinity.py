@@ -25,7 +25,8 @@ from cray_agents.server.platform_process import serving
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
 
 SAMPLED, ADDED, TEMPLATE = 32, 100, 16  # tokens of an answer, of a turn's text, and around them
-ROOM = 1.3  # of a replica's share of the runs
+READ = 3  # tokens for one of a random answer's, when it is read as text
+ROOM = 1.0  # of a replica's share of the runs
 PAUSE = 0.2  # seconds between two turns, at most
 HITS, PROMPT, DECODED = (
     f"vllm:{name}_total" for name in ("prefix_cache_hits", "prompt_tokens", "generation_tokens")
@@ -42,7 +43,7 @@ async def measure(
     home: Path, *, replicas: int = 4, runs: int = 64, turns: int = 12, begin: int = 1500
 ) -> None:
     """Print a row for each routing. `begin`: tokens of a run's first text."""
-    longest = begin + turns * (ADDED + SAMPLED + TEMPLATE)
+    longest = begin + turns * (ADDED + READ * SAMPLED + TEMPLATE)
     shape = ModelShape(context=longest + 256, init_std=0.15)
     draw = random.Random(0)
     words = [str(draw.randrange(10_000)) for _ in range(2000)]
