@@ -48,7 +48,7 @@ async def real_decisions(
                     away += action.count * (action.kind == "end")
             if started := away - cluster.pool.away:
                 decisions[-1]["start", rules.serving.name] += started
-            await until(cluster.settled)
+            await cluster.settled()
             decisions[-1].update(("admit", name) for name in cluster.training - before)
             before, now = cluster.training, now + PERIOD
     return decisions

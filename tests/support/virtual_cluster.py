@@ -5,6 +5,7 @@ node has one core, which a replica takes, and so does a rank of a job.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -119,23 +120,43 @@ class VirtualCluster:
         """The states of the replicas that have a node, or could have one soon."""
         return [one["state"] for one in self.pool.status() if one["state"] != "away" or one["host"]]
 
-    def settled(self) -> bool:
-        """True if nothing moves until the controller decides again."""
+    async def moving(self) -> dict[str, Any]:
+        """What has not come to rest; the controller decides again once nothing is left of it."""
         scheduler = self.site.scheduler
-        free = sum(room.free_cores for room in scheduler.room("replica"))
-        live = scheduler.live()
-        leaving = any(
-            scheduler.preemption(name, job.id) for name, job in live.items()
-            if job.state == "running"
-        )  # fmt: skip
-        restarting = len(live.keys() & set(self.jobs.values())) < len(self.jobs)
-        queued = any(job.state == "queued" for job in live.values())
-        begun = all(self.journal(name).attempts for name in self.training)
-        moving = set(self._places_of_replicas) - {"serving", "waiting"}
-        calls = sum(name.startswith(JOB_PREFIX) for name, job in live.items()
-                    if job.state == "queued")  # fmt: skip
-        coming = self._places_of_replicas.count("waiting") != calls
-        return begun and not (leaving or restarting or moving or coming or (queued and free))
+
+        def look() -> tuple[int, dict[str, Any], list[str], list[str]]:
+            free = sum(room.free_cores for room in scheduler.room("replica"))
+            live = scheduler.live()
+            leaving = [
+                name for name, job in live.items()
+                if job.state == "running" and scheduler.preemption(name, job.id)
+            ]  # fmt: skip
+            unbegun = [name for name in self.training if not self.journal(name).attempts]
+            return free, live, leaving, unbegun
+
+        free, live, leaving, unbegun = await asyncio.to_thread(look)  # asks Slurm's commands
+        queued = {name for name, job in live.items() if job.state == "queued"}
+        places = self._places_of_replicas
+        calls = sum(name.startswith(JOB_PREFIX) for name in queued)
+        found = {
+            "jobs not begun": unbegun,
+            "jobs that leave": leaving,
+            "jobs to be started again": set(self.jobs.values()) - live.keys(),
+            "replicas": set(places) - {"serving", "waiting"},
+            "replicas that wait without a job": places.count("waiting") - calls,
+            "jobs that wait beside free cores": free and queued,
+        }
+        return {what: names for what, names in found.items() if names}
+
+    async def settled(self) -> None:
+        """Wait until nothing moves."""
+        deadline = time.monotonic() + 300
+        while moving := await self.moving():
+            if time.monotonic() > deadline:
+                jobs = self.site.run("squeue", "--all", "--long")
+                nodes = self.site.run("sinfo", "--long", "--Node")
+                raise AssertionError(f"still moving: {moving}\n{jobs}\n{nodes}")
+            await asyncio.sleep(0.05)
 
     async def close(self) -> None:
         await self.hold(0)
