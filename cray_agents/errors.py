@@ -42,6 +42,8 @@ Read next: records.py, the data these errors speak of.
 """
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the disk, a user's share of it, one file
 
@@ -188,6 +190,17 @@ class StoreError(CrayError, OSError):
         """Make an error of a system error. `what` was tried, such as "cannot write to FILE"."""
         kind = DiskFull if error.errno in FULL else StoreError
         return kind(f"{what}: {error.strerror or error}")
+
+
+@contextmanager
+def store_errors(what: str) -> Iterator[None]:
+    """Turn a system error of the block into a StoreError; `what` was tried, see StoreError.of."""
+    try:
+        yield
+    except CrayError:
+        raise
+    except OSError as error:
+        raise StoreError.of(what, error) from error
 
 
 class DiskFull(StoreError):

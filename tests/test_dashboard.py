@@ -22,7 +22,7 @@ from cray_agents import Platform
 from cray_agents.paths import Home
 from cray_agents.runtime.dashboard import static_files
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
-from cray_agents.runtime.telemetry.audit_log import read_audit
+from tests.support.audit_lines import read_audit
 from tests.support.campaign import free_port
 from tests.support.dashboard_site import (
     BAD_LINES,
@@ -225,7 +225,7 @@ def test_keys_are_made_and_revoked_with_a_reason(tmp_path: Path, watch: Any) -> 
         act.click()
         row.get_by_text("revoked").wait_for()
         assert Keys(home).check(secret) is None
-    reasons = {(line.action, line.reason, line.status) for line in read_audit(home.audit).rows}
+    reasons = {(line.action, line.reason, line.status) for line in read_audit(home.audit)}
     assert ("POST /v1/keys", "Zoë asked", 200) in reasons
     assert ("DELETE /v1/keys/{key}", "she left", 200) in reasons
 

@@ -66,17 +66,12 @@ def ask_human_tool(
         if via is None:
             async with terminal_lock:  # concurrent questions would mix on the screen
                 return await _at_terminal(request, sys.stdin, Console(stderr=True))
-        return await _ask_via(request, via)
+        reply = str(await user_code.call(functools.partial(via, request), None))
+        if (answer := request.choose(reply)) is None:
+            raise ToolError(f"the human answered {reply!r}, which is none of the choices")
+        return answer
 
     return as_tool(tool(name=name, timeout=timeout, max_chars=None)(ask_human))
-
-
-async def _ask_via(question: Question, via: Via) -> str:
-    reply = await user_code.call(functools.partial(via, question), None)
-    answer = question.choose(str(reply))
-    if answer is None:
-        raise ToolError(f"the human answered {str(reply)!r}, which is none of the choices")
-    return answer
 
 
 async def _at_terminal(question: Question, keyboard: IO[str], screen: Console) -> str:

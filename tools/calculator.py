@@ -20,6 +20,16 @@ warnings.filterwarnings("ignore", category=SyntaxWarning, module=SOURCE)
 MAX_DEPTH = 100  # operators inside operators
 MAX_BITS = 4096  # size of an integer, about 1,200 digits
 
+
+def _power(base: float, exponent: float) -> float:
+    """Refuse a large power before its computation, as 9**9**9 would take for ever."""
+    if isinstance(base, int) and isinstance(exponent, int) and abs(base) > 1 and exponent > 0:
+        bits = (abs(base).bit_length() - 1) * exponent
+        if bits > MAX_BITS:
+            raise OverflowError(f"{bits} bits")
+    return operator.pow(base, exponent)
+
+
 _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -27,7 +37,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
+    ast.Pow: _power,
 }
 _HINTS: dict[type[ast.AST], str] = {
     ast.BitXor: "write ** for powers",
@@ -80,20 +90,10 @@ def _value(node: ast.expr, depth: int) -> float:
             return _value(operand, depth + 1)
         case ast.BinOp(left=left, op=symbol, right=right) if type(symbol) in _OPERATORS:
             first, second = _value(left, depth + 1), _value(right, depth + 1)
-            if isinstance(symbol, ast.Pow):
-                _check_power(first, second)
             return _check_result(_OPERATORS[type(symbol)](first, second))
     kind = type(node.op) if isinstance(node, ast.BinOp) else type(node)
     hint = _HINTS.get(kind, "use numbers")
     raise ToolError(f"only + - * / // % ** and parentheses are allowed: {hint}")
-
-
-def _check_power(base: float, exponent: float) -> None:
-    """Refuse a large power before its computation, as 9**9**9 would take for ever."""
-    if isinstance(base, int) and isinstance(exponent, int) and abs(base) > 1 and exponent > 0:
-        bits = (abs(base).bit_length() - 1) * exponent
-        if bits > MAX_BITS:
-            raise OverflowError(f"{bits} bits")
 
 
 def _check_result(number: float | complex) -> float:

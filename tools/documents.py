@@ -162,19 +162,14 @@ def passages_of(path: str, text: str) -> Iterator[Passage]:
     first = 1
     for number, line in enumerate(io.StringIO(text, newline="\n"), 1):
         size = sum(map(len, pieces))
-        if pieces and (
-            size + len(line) > SIZE or (size > SIZE // 2 and _starts_block(line, pieces[-1]))
-        ):
+        # a paragraph or a section begins with this line
+        starts = line.startswith("#") or (pieces and not pieces[-1].strip() and line.strip())
+        if pieces and (size + len(line) > SIZE or (size > SIZE // 2 and starts)):
             yield from _make_passages(path, first, number - 1, "".join(pieces))
             pieces, first = [], number
         pieces.append(line)
     if pieces:
         yield from _make_passages(path, first, first + len(pieces) - 1, "".join(pieces))
-
-
-def _starts_block(line: str, before: str) -> bool:
-    """Return True if a paragraph or a section begins with this line."""
-    return line.startswith("#") or (not before.strip() and bool(line.strip()))
 
 
 def _make_passages(path: str, first: int, last: int, text: str) -> Iterator[Passage]:
@@ -267,7 +262,7 @@ class Documents:
         with self._search_lock:
             self._index()
             if self._meanings is not None:
-                self._meanings.prepare()
+                self._meanings.rank("anything", 1)  # requests all missing vectors
             return len(self._passages)
 
     def search(self, query: str, limit: int = 5) -> list[FoundPassage]:
@@ -359,9 +354,8 @@ class MeaningIndex:
     """
 
     def __init__(self, embeddings: Embeddings, file: VectorFile) -> None:
-        from cray_agents.engines.openai_engine import (
-            OpenAIEngine,  # late: it imports the openai client
-        )
+        # late: it imports the openai client
+        from cray_agents.engines.openai_engine import OpenAIEngine
 
         self._embeddings, self._file = embeddings, file
         self._engine = OpenAIEngine(embeddings.base_url, api_key=embeddings.api_key)
@@ -372,10 +366,6 @@ class MeaningIndex:
         """Replace the index by these passages."""
         self._texts = [(digest_of(passage.text), passage.text) for passage in passages]
         self._known = None
-
-    def prepare(self) -> None:
-        """Request all missing vectors. Raises EngineError and its subclasses."""
-        self.rank("anything", 1)
 
     def rank(self, query: str, depth: int) -> list[int]:
         """Return the numbers of the passages nearest to the query. Raises EngineError."""
@@ -396,12 +386,10 @@ class MeaningIndex:
             batch = wanted[begin : begin + size]
             answered, vectors = self._vectors([text for _, text in batch])
             if answered != model:
-                raise EngineError(
-                    f"{model} became {answered} while vectors were made: search again"
-                )
-            made = {
-                digest: vector.tobytes() for (digest, _), vector in zip(batch, vectors, strict=True)
-            }
+                changed = f"{model} became {answered} while vectors were made: search again"
+                raise EngineError(changed)
+            digests = (digest for digest, _ in batch)
+            made = dict(zip(digests, (vector.tobytes() for vector in vectors), strict=True))
             self._file.keep(model, made)
             kept |= made
         if not self._texts:

@@ -53,19 +53,22 @@ def tool_from_schema(
     async def check(values: Mapping[str, Any]) -> str | None:
         return await schema_check.problem(values["arguments"])
 
-    validators: dict[str, Any] = {"wrap": model_validator(mode="before")(_wrap)}
+    def wrap(given: Any) -> Any:
+        return {"arguments": given}
+
+    validators: dict[str, Any] = {"wrap": model_validator(mode="before")(wrap)}
     arguments = create_model(
         name,
         __config__=ConfigDict(extra="forbid"),
         __validators__=validators,
         arguments=(dict[str, Any], ...),
     )
-    parameters_schema = {
-        "type": "object",
-        **parameters,
-        "properties": _describe_properties(parameters),
+    properties = {  # `true` and `{}` mean the same
+        key: about if isinstance(about, dict) else {}
+        for key, about in parameters.get("properties", {}).items()
     }
-    function = {"name": name, "description": description, "parameters": parameters_schema}
+    parameters = {"type": "object", **parameters, "properties": properties}
+    function = {"name": name, "description": description, "parameters": parameters}
     schema = {"type": "function", "function": function}
     return Tool(name, description, schema, arguments, call, timeout=timeout, check=check, **options)
 
@@ -234,13 +237,3 @@ def _matcher(pattern: str) -> SchemaValidator | None:
         return SchemaValidator(core_schema.str_schema(pattern=pattern, regex_engine="rust-regex"))
     except SchemaError:
         return None
-
-
-def _wrap(given: Any) -> Any:
-    return {"arguments": given}
-
-
-def _describe_properties(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the properties of a schema, with `{}` for `true`, which means the same."""
-    properties = parameters.get("properties", {})
-    return {key: about if isinstance(about, dict) else {} for key, about in properties.items()}

@@ -66,7 +66,8 @@ class McpConnection:
         self._start_timeout = start_timeout
         self._last_words = b""
         self._link: asyncio.Task[_Link] | None = None
-        _check_installed()
+        if importlib.util.find_spec("mcp") is None:
+            raise SetupError("MCP needs the mcp package: pip install 'cray-agents[tools]'")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="cray-agents-mcp", daemon=True
@@ -254,11 +255,6 @@ def _describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _check_installed() -> None:
-    if importlib.util.find_spec("mcp") is None:
-        raise SetupError("MCP needs the mcp package: pip install 'cray-agents[tools]'")
-
-
 class McpTools:
     """The tools of an MCP server; `with`, `async with` or `open()` connects and fills `tools`.
 
@@ -349,19 +345,15 @@ class McpTools:
 
     def _choose_tools(self, listed: Sequence[Any]) -> tuple[Tool, ...]:
         """Return the server's allowed tools as Tools. Raises BadInput."""
-        names = [tool.name for tool in listed]
+        names, allowed = [tool.name for tool in listed], set[str]()
         for pattern in self._allow:
-            if not fnmatch.filter(names, pattern):
+            if not (fitting := [name for name in names if fnmatch.fnmatchcase(name, pattern)]):
                 raise BadInput(
                     f"allow={pattern!r} fits no tool of the MCP server; it has {', '.join(names)}",
                     param="allow",
                 )
-        taken = [
-            tool
-            for tool in listed
-            if any(fnmatch.fnmatchcase(tool.name, pattern) for pattern in self._allow)
-        ]
-        tools = tuple(self._tool(tool) for tool in taken)
+            allowed.update(fitting)
+        tools = tuple(self._tool(tool) for tool in listed if tool.name in allowed)
         if len({tool.name for tool in tools}) < len(tools):
             raise BadInput("two tools of the MCP server get one name: choose some with allow=")
         return tools

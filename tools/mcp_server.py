@@ -75,8 +75,12 @@ def agent_server(agent: Agent) -> "MCPServer[Any]":
             raise RuntimeError("the agent's stream ended without RunEnded")
         answer = AgentAnswer(output=run.output, run_id=run.id, stop_reason=run.stop_reason)
         failed = run.output is None and (run.error is not None or run.stop_reason != "completed")
+        text = run.output if isinstance(run.output, str) else to_json(run.output).decode()
+        if failed:
+            why = run.error.message if run.error is not None else run.stop_reason
+            text = f"{run.agent} came to no answer: {why} (run {run.id})"
         return CallToolResult(
-            content=[TextContent(type="text", text=_problem(run) if failed else _text(run.output))],
+            content=[TextContent(type="text", text=text)],
             structured_content=answer.model_dump(mode="json"),
             is_error=failed,
         )
@@ -145,12 +149,3 @@ def _describe(event: AgentEvent) -> str:
         case ToolFinished():
             return f"{event.call.name}: {model_text(event.call)[:MAX_DETAIL]}"
     return ""
-
-
-def _text(output: Any) -> str:
-    return output if isinstance(output, str) else to_json(output).decode()
-
-
-def _problem(run: Run) -> str:
-    why = run.error.message if run.error is not None else run.stop_reason
-    return f"{run.agent} came to no answer: {why} (run {run.id})"

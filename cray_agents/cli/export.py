@@ -22,8 +22,8 @@ from cray_agents.cli.where import WhereOption, parse_where
 from cray_agents.errors import BadInput
 from cray_agents.runtime.exports import exporter
 from cray_agents.runtime.exports.export_files import SHARD_SIZE, ExportProgress, OnProgress
+from cray_agents.runtime.exports.export_format import ExportCounts, LossRules, describe_losses
 from cray_agents.runtime.exports.exporter import FORMATS, Summary
-from cray_agents.runtime.exports.losses import ExportCounts, LossRules, describe_losses
 from cray_agents.server.permissions import make_private
 
 SAY_EVERY = 10.0  # seconds between lines of progress where there is no terminal

@@ -12,7 +12,7 @@ import numbers
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -146,6 +146,20 @@ def make_adapter(name: str, environment: str, options: Mapping[str, str]) -> Ada
         why = f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
         raise UsageError(f"{environment}: {why}") from error
     return made
+
+
+def check_options(adapter: str, options: Mapping[str, str], known: Sequence[str]) -> None:
+    """Raise UsageError for an option that an adapter does not have."""
+    if unknown := set(options) - set(known):
+        raise UsageError(f"adapter {adapter} has no option {min(unknown)!r}: {', '.join(known)}")
+
+
+def json_or_text(value: str) -> Any:
+    """Return the value of an option: JSON, or the text itself."""
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
 
 
 def load_object(reference: str) -> Any:

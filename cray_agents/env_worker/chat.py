@@ -59,14 +59,8 @@ class HttpClient:
                 refused = _refused(error)
                 if refused.status not in BUSY or turn == retries:
                     raise refused from None
-            except (
-                OSError,
-                HTTPException,
-                TypeError,
-                ValueError,
-                RecursionError,
-            ) as error:  # no JSON
-                if turn == retries:
+            except (OSError, HTTPException, TypeError, ValueError, RecursionError) as error:
+                if turn == retries:  # the last three: it is no JSON
                     raise ServerUnreachable(f"{self.base_url} does not answer: {error}") from None
             time.sleep(min(8.0, 0.25 * 2**turn))
         raise AssertionError
@@ -133,8 +127,13 @@ class ModelConversation:
         self.messages.append(message)
         return message
 
-    def go_on(self, called: Callable[[Mapping[str, Any]], Any], max_turns: int) -> str:
-        """Let the model call tools until it answers. Returns the stop reason."""
+    def go_on(
+        self,
+        called: Callable[[Mapping[str, Any]], Any],
+        max_turns: int,
+        done: Callable[[], bool] = lambda: False,
+    ) -> str:
+        """Let the model call tools until it answers, or it is done. Returns the stop reason."""
         for _ in range(max_turns):
             message = self.ask()
             if message is None:
@@ -143,6 +142,8 @@ class ModelConversation:
                 return "max_tokens" if self.cut else "completed"
             for call in message["tool_calls"]:
                 self.observe(call, called(call))
+                if done():
+                    return "completed"
         return "max_turns"
 
     def observe(self, call: Mapping[str, Any], result: Any) -> None:

@@ -24,6 +24,7 @@ from cray_agents.env_worker.adapters import (
     UsageError,
     check_observation,
     check_tools,
+    json_or_text,
     load_object,
 )
 from cray_agents.env_worker.chat import ServerFailed
@@ -146,7 +147,7 @@ class InspectAdapter:
 def make(environment: str, options: Mapping[str, str]) -> InspectAdapter:
     """Return the adapter. Raises UsageError."""
     made = load_object(environment)
-    arguments = {key: _read(value) for key, value in options.items() if key != "scores"}
+    arguments = {key: json_or_text(value) for key, value in options.items() if key != "scores"}
     if not isinstance(made, Task):
         if not callable(made):
             raise UsageError(f"{environment} is no task of Inspect: give a function with @task")
@@ -181,10 +182,3 @@ def _number(name: str, value: Any) -> float:
     if not isinstance(value, str | int | float | bool):
         raise EnvironmentFailed(f"score {name} is a {type(value).__name__}: no number")
     return float(value_to_float()(value))
-
-
-def _read(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

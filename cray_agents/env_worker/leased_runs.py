@@ -96,17 +96,14 @@ class EnvironmentWorker:
             leased = self._client.post("/lease", {**body, "wait": WAIT}, retries=0)["rollout"]
             return leased and {**{key: leased[key] for key in FIELDS}, "lease": leased["lease"]}
         except ServerUnreachable:
-            self.stopping.wait(1.0)
-            return None
+            pass
         except (LookupError, TypeError) as error:
             _log(f"the platform's answer has an unknown form: {error!r}")
-            self.stopping.wait(1.0)
-            return None
         except RequestRefused as error:
             if error.status < 500 and error.status != 429:
                 raise
-            self.stopping.wait(1.0)
-            return None
+        self.stopping.wait(1.0)
+        return None
 
     def _carry_out(self, slot: SlotProcess, leased: dict[str, Any]) -> bool:
         """Carry out a run and post its outcome; False: the slot is to be replaced."""

@@ -23,11 +23,11 @@ from cray_agents.env_worker.adapters import (
     Rollout,
     RolloutOutcome,
     UsageError,
+    check_options,
     check_tools,
 )
 from cray_agents.env_worker.chat import ModelConversation
 
-OPTIONS = ("text", "max_turns", "prompt", "seeds")
 ACT = "act"
 SCHEMA_SECONDS = 60.0
 
@@ -75,22 +75,16 @@ class OpenEnvAdapter:
 
     def _played(self, talk: ModelConversation, episode: "_Episode") -> str:
         """Let the model act until the episode is done. Returns the stop reason."""
+        if not self._text:
+            return talk.go_on(episode.called, self._max_turns, lambda: episode.done)
         for _ in range(self._max_turns):
             message = talk.ask()
             if message is None:
                 return "max_tokens"
-            if self._text:
-                observation = episode.step({self._text: message["content"]})
-                if not episode.done:
-                    talk.reply(observation)
-            elif not message.get("tool_calls"):
-                return "max_tokens" if talk.cut else "completed"
-            for call in message.get("tool_calls", ()):
-                talk.observe(call, episode.called(call))
-                if episode.done:
-                    break
+            observation = episode.step({self._text: message["content"]})
             if episode.done:
                 return "completed"
+            talk.reply(observation)
         return "max_turns"
 
 
@@ -124,10 +118,7 @@ class _Episode:
 
 def make(environment: str, options: Mapping[str, str]) -> OpenEnvAdapter:
     """Return the adapter. Raises UsageError."""
-    if unknown := set(options) - set(OPTIONS):
-        raise UsageError(
-            f"adapter openenv has no option {min(unknown)!r}; there are {', '.join(OPTIONS)}"
-        )
+    check_options("openenv", options, ("text", "max_turns", "prompt", "seeds"))
     if not environment.startswith(("http://", "https://")):
         raise UsageError(f"--env {environment}: give the URL of a server of OpenEnv")
     url = environment.rstrip("/")

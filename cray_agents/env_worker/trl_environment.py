@@ -23,6 +23,7 @@ from cray_agents.env_worker.adapters import (
     Rollout,
     RolloutOutcome,
     UsageError,
+    check_options,
     check_tools,
     load_object,
 )
@@ -68,7 +69,9 @@ class TrlAdapter:
         self._made[name] = environment
         passed = {key: value for key, value in row.items() if name is None or key != "environment"}
         passed.setdefault("prompt", rollout.messages)
-        prompt = _messages(passed["prompt"])
+        asked = passed["prompt"]
+        text = isinstance(asked, str)
+        prompt = [{"role": "user", "content": asked}] if text else [dict(one) for one in asked]
         observation = environment.reset(**passed)
         if observation is not None:
             prompt[-1] = {**prompt[-1], "content": prompt[-1]["content"] + observation}
@@ -85,14 +88,8 @@ class TrlAdapter:
         values: dict[str, Any] = {}
         columns = {key: [value] for key, value in row.items() if key != "prompt"}
         for function in self._rewards:
-            given = _awaited(
-                function(
-                    prompts=[prompt],
-                    completions=[completion],
-                    environments=[environment],
-                    **columns,
-                )
-            )
+            sides = {"prompts": [prompt], "completions": [completion]}
+            given = _awaited(function(**sides, environments=[environment], **columns))
             if len(given) != 1:
                 raise EnvironmentFailed(
                     f"reward {function.__name__} returned {len(given)} values for one completion"
@@ -105,8 +102,7 @@ class TrlAdapter:
 
 def make(environment: str, options: Mapping[str, str]) -> TrlAdapter:
     """Return the adapter. Raises UsageError."""
-    if unknown := set(options) - {"rewards", "dataset", "max_turns"}:
-        raise UsageError(f"adapter trl has no option {min(unknown)!r}: rewards, dataset, max_turns")
+    check_options("trl", options, ("rewards", "dataset", "max_turns"))
     factory = load_object(environment)
     factories = factory if isinstance(factory, Mapping) else {None: factory}
     if not all(callable(one) and hasattr(one, "reset") for one in factories.values()):
@@ -157,9 +153,3 @@ def _awaited(value: Any) -> Any:
         return await value
 
     return asyncio.run(result()) if inspect.isawaitable(value) else value
-
-
-def _messages(prompt: Any) -> list[dict[str, Any]]:
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return [dict(message) for message in prompt]

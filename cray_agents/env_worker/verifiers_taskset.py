@@ -9,7 +9,6 @@ episode. The values of its trace's rewards, each times its weight, are the rewar
 
 import asyncio
 import itertools
-import json
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -31,6 +30,7 @@ from cray_agents.env_worker.adapters import (
     UsageError,
     check_observation,
     check_tools,
+    json_or_text,
 )
 from cray_agents.env_worker.chat import ServerFailed
 
@@ -157,10 +157,7 @@ def _check_size(body: Mapping[str, Any]) -> None:
 def _put(config: dict[str, Any], path: list[str], text: str) -> None:
     for name in path[:-1]:
         config = config.setdefault(name, {})
-    try:
-        config[path[-1]] = text if path[-1] == "id" else json.loads(text)  # "null" is a harness
-    except ValueError:
-        config[path[-1]] = text
+    config[path[-1]] = text if path[-1] == "id" else json_or_text(text)  # "null" is a harness
 
 
 def _check(episode: Any) -> None:

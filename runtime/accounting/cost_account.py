@@ -17,7 +17,7 @@ run (probes, forgotten runs). The lines add up to what was held. Called by cost_
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -157,8 +157,7 @@ class CostAccount:
 
     def spent_on(self, model: str | None, began: float, prompt: int, sampled: int) -> Amount:
         """Return what tokens took: of runs that began in an hour and ended with this version."""
-        amount = Amount()
-        rate = self.rates.get(model_hour(model, began))
+        amount, rate = Amount(), self.rates.get(model_hour(model, began))
         if rate is not None:
             amount.add(rate, weight(prompt, sampled))
         return amount
@@ -201,7 +200,9 @@ def account_of(
         if piece.use == "training":
             trained[piece.job].add(amount)
     rates: dict[ModelHour, Amount] = {}
-    weights = _weights(store, since, until) if served else {}
+    weights: dict[ModelHour, float] = defaultdict(float)
+    for row in token_rows(store, RunFilter(since=since, until=until), []) if served else ():
+        weights[model_hour(row["model"], row["time"])] += row["weight"]
     for hour, amount in served.items():
         if whole := weights.get(hour):
             rates[hour] = Amount()
@@ -222,14 +223,6 @@ def _by_hour(
         rows.append((hour, pricer.price(piece, piece.share(begin, until_hour))))
         begin = until_hour
     return rows
-
-
-def _weights(store: Store, since: float, until: float) -> Mapping[ModelHour, float]:
-    """Return the weighted tokens of each hour and model name."""
-    weights: dict[ModelHour, float] = defaultdict(float)
-    for row in token_rows(store, RunFilter(since=since, until=until), []):
-        weights[model_hour(row["model"], row["time"])] += row["weight"]
-    return weights
 
 
 def token_rows(

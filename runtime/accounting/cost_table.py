@@ -56,7 +56,7 @@ class LoopGains:
         return sum(self.gain.values()) if self.gain else None
 
 
-def progress_of(records: list[Iteration | None]) -> LoopGains:
+def progress_of(records: "Records") -> LoopGains:
     """Return the progress of a loop, by its records in order.
 
     An iteration adds the success of the version that is promoted after it, less that of the one
@@ -75,42 +75,32 @@ def progress_of(records: list[Iteration | None]) -> LoopGains:
     return progress
 
 
-def loops_of(home: Home) -> dict[str, list[Iteration | None]]:
-    """Return the records of every loop; None for a damaged one, which GET /v1/loops names."""
-    folders = [path for path in home.loops.glob("*") if path.is_dir()]
-    return {path.name: LoopRecords(home, path.name).known([]) for path in folders}
+Records = list[Iteration | None]  # of a loop's iterations; None for a damaged one
 
 
-@dataclass
-class LoopIterations:
-    """Iterations of a loop, to find that of a job or a version.
+def iteration_of_version(records: Records, version: str) -> int:
+    """Return the iteration of a version, and so of the runs that evaluate it: they name none.
 
-    Runs that evaluate belong to versions, and name no iteration. A version is of the iteration
-    whose candidate it was. One before the first iteration's is of its warm-up, and so of
-    iteration 0. Any other is the candidate of the iteration under way.
+    A version is of the iteration whose candidate it was. One before the first iteration's is of
+    its warm-up, and so of iteration 0. Any other is the candidate of the iteration under way.
     """
+    done = [record for record in records if record is not None]
+    for record in done:
+        if record.version == version:
+            return record.iteration
+    name, number = _split(version)
+    if done and name == _split(done[0].version)[0] and number < _split(done[0].version)[1]:
+        return 0
+    return len(records)
 
-    records: list[Iteration | None]
 
-    def of_version(self, version: str) -> int:
-        """Return the iteration of a version."""
-        done = [record for record in self.records if record is not None]
-        for record in done:
-            if record.version == version:
-                return record.iteration
-        name, number = _split(version)
-        if done and name == _split(done[0].version)[0] and number < _split(done[0].version)[1]:
-            return 0
-        return len(self.records)
-
-    def of_job(self, job: str) -> int | None:
-        """Return the iteration whose record names a job; None if no record does."""
-        numbers = [r.iteration for r in self.records if r is not None and r.job == job]
-        return numbers[0] if numbers else None
+def iteration_of_job(records: Records, job: str) -> int | None:
+    """Return the iteration whose record names a job; None if no record does."""
+    return next((r.iteration for r in records if r is not None and r.job == job), None)
 
 
 def training_by_loop(
-    home: Home, trained: dict[str, Amount], loops: dict[str, list[Iteration | None]]
+    home: Home, trained: dict[str, Amount], loops: dict[str, Records]
 ) -> dict[LoopStep, Amount]:
     """Return what jobs took by the loop and iteration that they trained; ("", None): no loop's.
 
@@ -123,14 +113,13 @@ def training_by_loop(
     for job, amount in trained.items():
         loop = _session_of(home, job)
         if loop not in loops:
-            named = ((name, LoopIterations(records).of_job(job)) for name, records in loops.items())
+            named = ((name, iteration_of_job(records, job)) for name, records in loops.items())
             step = next((LoopStep(name, number) for name, number in named if number), NO_LOOP)
         else:
-            iterations = LoopIterations(loops[loop])
-            number = iterations.of_job(job)
+            number = iteration_of_job(loops[loop], job)
             if number is None:
                 versions = _versions_by_job(home) if versions is None else versions
-                number = iterations.of_version(versions.get(job, ""))
+                number = iteration_of_version(loops[loop], versions.get(job, ""))
             step = LoopStep(loop, number)
         amounts[step].add(amount)
     return amounts
@@ -254,6 +243,9 @@ class CostQuery:
     limit: int = PAGE
 
 
+_COUNTS = ("runs", "succeeded", "prompt_tokens", "sampled_tokens")  # of a row
+
+
 @dataclass
 class _Sum:
     """The sums of a row. `labels`: its fields that say of what it is."""
@@ -291,7 +283,7 @@ def cost_table(
         return _table(account, query, None, _use_rows(account), more=False)
     sums = _sums(home, store, account, query, names)
     rows = [_row(each, account) for each in sums]
-    whole = None
+    whole: CostRow | None = None
     if query.key is not None or query.loop is not None:
         whole = _row(_merged(sums, query, names), account)
     listed, more = paging.after(rows, lambda row: row.id, query.after, query.limit, "row")
@@ -412,7 +404,8 @@ def _loop_sums(home: Home, store: Store, account: CostAccount, query: CostQuery)
 
     Raises NotFound.
     """
-    loops = loops_of(home)
+    folders = [path for path in home.loops.glob("*") if path.is_dir()]
+    loops = {path.name: LoopRecords(home, path.name).known([]) for path in folders}
     if query.loop is not None and query.loop not in loops:
         raise NotFound(f"no loop {query.loop[:200]!r}", param="loop")
     known = {loop: progress_of(records) for loop, records in loops.items()}
@@ -436,7 +429,7 @@ def _loop_sums(home: Home, store: Store, account: CostAccount, query: CostQuery)
     for row in token_rows(store, runs, ["loop", "iteration", "split"]):
         loop, number = row["loop"] or "", row["iteration"]
         if number is None and row["split"] != "train" and loop in loops:
-            number = LoopIterations(loops[loop]).of_version(row["model"] or "")
+            number = iteration_of_version(loops[loop], row["model"] or "")
         row_of(loop, number).count(row, account)
     for (loop, number), amount in training_by_loop(home, account.trained, loops).items():
         if query.loop in (None, loop):
@@ -458,14 +451,7 @@ def _merged(sums: Sequence[_Sum], query: CostQuery, names: dict[str, str]) -> _S
         labels,
         sum_of([each.serving for each in sums]),
         sum_of([each.training for each in sums]),
-        *(
-            sum(column)
-            for column in zip(
-                (0, 0, 0, 0),
-                *((e.runs, e.succeeded, e.prompt_tokens, e.sampled_tokens) for e in sums),
-                strict=True,
-            )
-        ),
+        **{name: sum(getattr(each, name) for each in sums) for name in _COUNTS},
     )
 
 
@@ -475,10 +461,7 @@ def _row(sums: _Sum, account: CostAccount) -> CostRow:
     return CostRow(
         id=sums.name,
         **sums.labels,
-        runs=sums.runs,
-        succeeded=sums.succeeded,
-        prompt_tokens=sums.prompt_tokens,
-        sampled_tokens=sums.sampled_tokens,
+        **{name: getattr(sums, name) for name in _COUNTS},
         spent=spent.to_record(prices),
         serving=sums.serving.to_record(prices),
         training=sums.training.to_record(prices),

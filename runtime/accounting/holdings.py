@@ -374,6 +374,9 @@ def _last_sign(home: Home, line: LedgerLine, facts: _Facts) -> float:
     return max(signs, default=0.0)
 
 
+_USELESS: tuple[Use, ...] = ("idle", "asleep", "lost", "other")
+
+
 @dataclass
 class Account:
     """The hours of one row by what came of them, in seconds, and the work."""
@@ -392,10 +395,7 @@ class Account:
             "held_hours": total / HOUR,
             "goodput": useful / total if total else None,
             "useful_hours": useful / HOUR,
-            "idle_hours": self.spent["idle"] / HOUR,
-            "asleep_hours": self.spent["asleep"] / HOUR,
-            "lost_hours": self.spent["lost"] / HOUR,
-            "other_hours": self.spent["other"] / HOUR,
+            **{f"{use}_hours": self.spent[use] / HOUR for use in _USELESS},
             "tokens_served": self.tokens_served,
             "tokens_trained": self.tokens_trained,
             "steps": self.steps,
@@ -420,29 +420,18 @@ def goodput(
         if since <= line.time < until:
             for account in (accounts["replica" if by == "kind" else "platform"], total):
                 account.tokens_served += line.tokens
-    keys = _keys_of_places(ledger, by)
-    for each in ledger.steps:
-        if since <= each.attempt.time < until:
-            default = {"kind": "job", "holder": each.attempt.place[0], "node": "unknown"}[by]
-            for account in (accounts[keys.get(each.attempt.place, default)], total):
-                _add_steps(account, each)
-    table = [accounts[key].row(key) for key in sorted(accounts)]
-    return [*table, total.row("total")]
-
-
-def _add_steps(account: Account, steps: KeptSteps) -> None:
-    """Add the work of an attempt, which is counted once however many nodes it had."""
-    account.steps += steps.kept
-    account.steps_lost += steps.attempt.last - steps.attempt.first - steps.kept
-    account.tokens_trained += steps.attempt.tokens
-
-
-def _keys_of_places(ledger: LedgerAccount, by: GroupedBy) -> dict[Place, str]:
-    """Return the row of the first node of each holder and attempt."""
-    keys: dict[Place, str] = {}
+    keys: dict[Place, str] = {}  # an attempt counts once, in the row of its first node
     for piece in ledger.pieces:
         keys.setdefault((piece.line.holder, piece.line.attempt), _key(piece.line, by))
-    return keys
+    for _, attempt, kept in ledger.steps:
+        if since <= attempt.time < until:
+            default = {"kind": "job", "holder": attempt.place[0], "node": "unknown"}[by]
+            for account in (accounts[keys.get(attempt.place, default)], total):
+                account.steps += kept
+                account.steps_lost += attempt.last - attempt.first - kept
+                account.tokens_trained += attempt.tokens
+    table = [accounts[key].row(key) for key in sorted(accounts)]
+    return [*table, total.row("total")]
 
 
 def _key(line: LedgerLine, by: GroupedBy) -> str:

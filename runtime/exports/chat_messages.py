@@ -15,8 +15,7 @@ from cray_agents.errors import BadInput
 from cray_agents.exact_json import read_arguments, sent_arguments
 from cray_agents.messages import function_of, other_fields, part_text, reasoning_of, text_of
 from cray_agents.records import Message, Run
-from cray_agents.runtime.exports.export_format import Json, json_text, unsupported
-from cray_agents.runtime.exports.losses import text_losses
+from cray_agents.runtime.exports.export_format import Json, json_text, text_losses, unsupported
 from cray_agents.runtime.store.run_conversation import Conversation, conversations_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -12,12 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cray_agents.errors import BadInput, CrayError, StoreError
+from cray_agents.errors import BadInput, store_errors
 from cray_agents.records import Run
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.disk.host_lock import HostLock
-from cray_agents.runtime.exports.export_format import Json, LineFormat, Written, line_of
-from cray_agents.runtime.exports.losses import FULL, ExportCounts
+from cray_agents.runtime.exports.export_format import (
+    FULL,
+    ExportCounts,
+    Json,
+    LineFormat,
+    Written,
+    line_of,
+)
 from cray_agents.runtime.exports.sources import ExportSource
 
 ITEMS = 500  # in a block, at most
@@ -92,16 +98,13 @@ def draft_of(target: Path) -> Iterator[Path]:
                 code="export_running",
             )
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _remove(draft)
-            yield draft
-            durable.sync(draft)
-            draft.replace(target)
-            durable.sync(target.parent)
-        except OSError as error:
-            if isinstance(error, CrayError):
-                raise
-            raise StoreError.of(f"{target} cannot be written", error) from error
+            with store_errors(f"{target} cannot be written"):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                _remove(draft)
+                yield draft
+                durable.sync(draft)
+                draft.replace(target)
+                durable.sync(target.parent)
         finally:
             _remove(draft)
     finally:

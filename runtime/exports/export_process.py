@@ -28,8 +28,7 @@ from cray_agents.processes import die_with_parent
 from cray_agents.queries import RunFilter
 from cray_agents.records import StrictRecord, new_id
 from cray_agents.runtime.exports import exporter
-from cray_agents.runtime.exports.export_format import LineFormat
-from cray_agents.runtime.exports.losses import ExportCounts, LossRules
+from cray_agents.runtime.exports.export_format import ExportCounts, LineFormat, LossRules
 from cray_agents.runtime.exports.sources import ExportSource
 
 NICE = 10  # the gateway goes first

@@ -27,7 +27,13 @@ from cray_agents.runtime.exports.export_files import (
     write_tables,
     writer_of,
 )
-from cray_agents.runtime.exports.export_format import LineFormat
+from cray_agents.runtime.exports.export_format import (
+    ExportCounts,
+    ExportLoss,
+    LineFormat,
+    LossRules,
+    describe_losses,
+)
 from cray_agents.runtime.exports.formats.atif import ATIF
 from cray_agents.runtime.exports.formats.fine_tuning_lines import (
     OPENAI,
@@ -44,7 +50,6 @@ from cray_agents.runtime.exports.formats.otel import OTEL
 from cray_agents.runtime.exports.formats.sharegpt import SHAREGPT
 from cray_agents.runtime.exports.formats.tokens import TOKENS
 from cray_agents.runtime.exports.formats.verl import VERL
-from cray_agents.runtime.exports.losses import ExportCounts, ExportLoss, LossRules, describe_losses
 from cray_agents.runtime.exports.sources import DatasetRuns, ExportSource, StoredRuns
 from cray_agents.runtime.store import Store
 

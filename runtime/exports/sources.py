@@ -21,8 +21,7 @@ from cray_agents.paths import Home
 from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.records import Message, Run, StopReason, Task, Trajectory, digest
 from cray_agents.runtime.datasets.reader import RECIPE, SplitName, file_in, read_dataset, shards
-from cray_agents.runtime.exports.export_format import Item
-from cray_agents.runtime.exports.losses import MISSING
+from cray_agents.runtime.exports.export_format import MISSING, Item
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.index import RunFacts
 

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from cray_agents.errors import BadInput, Corrupt, NotFound, StoreError
+from cray_agents.errors import BadInput, Corrupt, NotFound, StoreError, store_errors
 from cray_agents.exact_json import dump_json
 from cray_agents.messages import text_of
 from cray_agents.paths import Home
@@ -92,7 +92,7 @@ class Store(RunStatistics):
         self._refreshing = threading.Lock()
         self._watcher: Tell | None = None
         self._conversations_until = time.time()  # those recorded before are known
-        for conversation in self.index.conversations():
+        for _, *conversation in self.index.conversations():
             self.conversations.learn(*conversation)
         self.refresh()
 
@@ -318,9 +318,9 @@ class Store(RunStatistics):
         """
         self.refresh()
         since, newest = self._conversations_until - RECORDED_LATE, self._conversations_until
-        for at, request, run_id, call_ids, text in self.index.conversations_since(since):
+        for at, *conversation in self.index.conversations(since):
             newest = max(newest, at)
-            self.conversations.learn_once(request, run_id, call_ids, text)
+            self.conversations.learn_once(*conversation)
         self._conversations_until = newest
 
     def seal_orphans(self, older_than: float = ORPHANED) -> None:
@@ -330,11 +330,9 @@ class Store(RunStatistics):
 
     def check_room(self) -> None:
         """Prove that events could be written now. Blocks. Raises StoreError."""
-        try:
+        with store_errors("nothing can be recorded"):
             self.segments.directory.mkdir(parents=True, exist_ok=True)
             durable.check_room(self.segments.directory)
-        except OSError as error:
-            raise StoreError.of("nothing can be recorded", error) from error
 
     async def close(self) -> None:
         """Wait for all writes, seal the segment, and close the index."""

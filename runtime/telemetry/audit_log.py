@@ -23,7 +23,7 @@ from pydantic import Field
 
 from cray_agents.errors import Corrupt, NewerFormat
 from cray_agents.records import Record, new_id
-from cray_agents.runtime.disk import checksums, durable, journal
+from cray_agents.runtime.disk import durable, journal
 from cray_agents.runtime.disk.journal import Journal
 
 log = logging.getLogger(__name__)
@@ -84,19 +84,6 @@ class AuditLog:
 def heads(folder: Path) -> dict[str, str]:
     """Return the hash of the last whole line of each file, by the file's name."""
     return {path.name: durable.sha256(lines[-1]) for path, lines in _files(folder) if lines}
-
-
-def read_audit(folder: Path) -> checksums.Listing[AuditLine]:
-    """Return all lines, oldest first; a damaged one is named by its file and line."""
-    texts = {
-        f"{path}: line {number}": line
-        for path, lines in _files(folder)
-        for number, line in enumerate(lines, 1)
-    }
-    listing = checksums.list_whole(
-        texts, lambda place: journal.parse_line(texts[place], place, AuditLine)
-    )
-    return checksums.Listing(sorted(listing.rows, key=lambda line: line.time), listing.damaged)
 
 
 def verify_audit(folder: Path) -> list[str]:

@@ -30,7 +30,7 @@ def job_timeline(job_id: str, events: Sequence[Mapping[str, Any]]) -> Json:
     An event's `time` is its end; `seconds`, if it has them, its length.
     """
     trace = _Trace()
-    trace.name_process(JOB, f"job {job_id}")
+    trace.name(JOB, 0, f"job {job_id}")
     _add_job(trace, events)
     return trace.json({"job": job_id})
 
@@ -57,15 +57,15 @@ def iteration_timeline(
     """
     trace = _Trace()
     number = iteration.get("iteration", 0)
-    trace.name_process(PHASES, f"{loop} iteration {number}")
+    trace.name(PHASES, 0, f"{loop} iteration {number}")
     drawn = sorted((run for run in runs if run.started), key=lambda run: run.started)
     left_out = max(0, len(drawn) - MOST_RUNS)
     _add_phases(trace, iteration, ended, job_events, drawn)
     if job_events:
-        trace.name_process(JOB, f"job {iteration.get('job_id') or ''}".strip())
+        trace.name(JOB, 0, f"job {iteration.get('job_id') or ''}".strip())
         _add_job(trace, job_events)
     if drawn:
-        trace.name_process(RUNS, "runs")
+        trace.name(RUNS, 0, "runs")
         _add_runs(trace, drawn[:MOST_RUNS])
     about = {"loop": loop, "iteration": number, "version": iteration.get("version")}
     return trace.json({**about, "runs_left_out": left_out})
@@ -78,15 +78,11 @@ class _Trace:
         self._names: list[Json] = []
         self._events: list[tuple[float, Json]] = []
 
-    def name_process(self, process: int, name: str) -> None:
-        self._names.append(
-            {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
-        )
-
-    def name_track(self, process: int, track: int, name: str) -> None:
-        self._names.append(
-            {"ph": "M", "name": "thread_name", "pid": process, "tid": track, "args": {"name": name}}
-        )
+    def name(self, process: int, track: int, name: str) -> None:
+        """Name a track; track 0 is the process."""
+        kind = "thread_name" if track else "process_name"
+        about = {"ph": "M", "name": kind, "pid": process, "tid": track}
+        self._names.append({**about, "args": {"name": name}})
 
     def span(
         self, name: str, place: tuple[int, int], begin: float, seconds: float, args: Json
@@ -125,31 +121,32 @@ def _add_phases(
     wall = float(iteration.get("wall") or sum(seconds.values()))
     starts = {}
     if job_events:
-        starts["train"] = _begin_of(job_events[0])
+        first = job_events[0]
+        starts["train"] = float(first.get("time") or 0.0) - float(first.get("seconds") or 0.0)
     if runs:
         starts["rollouts"] = runs[0].started
     outcome = "promoted" if iteration.get("promoted") else "not promoted"
     about = {name: iteration.get(name) for name in ("version", "method", "holdout_success")}
     trace.span(outcome, (PHASES, 1), ended - wall, wall, about)
-    trace.name_track(PHASES, 1, "iteration")
+    trace.name(PHASES, 1, "iteration")
     at = ended - wall
     for track, (name, length) in enumerate(seconds.items(), 2):
         begin = starts.get(name, at)
         how = "recorded" if name in starts else "after the phase before"
-        trace.name_track(PHASES, track, name)
+        trace.name(PHASES, track, name)
         trace.span(name, (PHASES, track), begin, length, {"seconds": length, "start": how})
         at = begin + length
 
 
 def _add_job(trace: _Trace, events: Sequence[Mapping[str, Any]]) -> None:
     track = 1
-    trace.name_track(JOB, track, "before its first start")
+    trace.name(JOB, track, "before its first start")
     started: float | None = None
     for event in events:
         kind, time = str(event.get("event")), float(event.get("time") or 0.0)
         if kind == "started":
             track, started = track + 1, time
-            trace.name_track(JOB, track, f"attempt {event.get('attempt')}")
+            trace.name(JOB, track, f"attempt {event.get('attempt')}")
         if (label := _SPANS.get(kind)) is None:
             trace.instant(kind, (JOB, track), time, _arguments(event))
             continue
@@ -182,10 +179,6 @@ def _add_runs(trace: _Trace, runs: Sequence[Run]) -> None:
             for tool in turn.tool_calls:
                 failed = {"error": tool.error} if tool.error else {}
                 trace.span(f"tool {tool.name}", place, at, tool.seconds, failed)
-
-
-def _begin_of(event: Mapping[str, Any]) -> float:
-    return float(event.get("time") or 0.0) - float(event.get("seconds") or 0.0)
 
 
 def _arguments(event: Mapping[str, Any]) -> Json:

@@ -17,7 +17,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ import orjson
 from cray_agents.errors import BadInput, StoreError
 from cray_agents.paths import ITERATIONS, Home
 from cray_agents.runtime.background import BackgroundTasks, ChangeNotifier
+from cray_agents.runtime.disk.durable import names_in
 from cray_agents.runtime.store import Store
 
 BEAT = 0.25  # seconds between two looks at what the store told
@@ -86,7 +87,10 @@ class ChangeFeed:
             raise BadInput(f"after: {after[:50]!r} is no cursor of this stream", param="after")
         self._readers += 1
         try:
-            self._start()
+            if not self._follows:
+                self._follows = True
+                self._ready.clear()
+                self._tasks.keep("change feed", self._follow)
             await self._ready.wait()
             yield b": ok\n\n"
             name, position = self._name, self._last
@@ -101,7 +105,8 @@ class ChangeFeed:
                     if reset := self._reset_reason(name, position):
                         yield self._event(Change(self._last, "reset", "", reset))
                     else:
-                        yield b"".join(self._event(c) for c in self._since(position))
+                        newer = (c for c in self._kept if c.number > position)
+                        yield b"".join(map(self._event, newer))
                     name, position = self._name, self._last
                     continue
                 try:
@@ -131,20 +136,9 @@ class ChangeFeed:
         oldest = self._kept[0].number if self._kept else self._last + 1
         return "lagged" if number + 1 < oldest else ""
 
-    def _since(self, position: int) -> Iterator[Change]:
-        first = self._kept[0].number
-        for index in range(max(0, position + 1 - first), len(self._kept)):
-            yield self._kept[index]
-
     def _event(self, change: Change) -> bytes:
         data = orjson.dumps({"kind": change.kind, "id": change.id, "change": change.change})
         return b"id: %s.%d\ndata: %s\n\n" % (self._name.encode(), change.number, data)
-
-    def _start(self) -> None:
-        if not self._follows:
-            self._follows = True
-            self._ready.clear()
-            self._tasks.keep("change feed", self._follow)
 
     async def _follow(self) -> None:
         """Notice changes until nobody has read for a while."""
@@ -172,7 +166,11 @@ class ChangeFeed:
                 if (state := self._state()) != pool:
                     pool = state
                     changes.append(("pool", "", "changed"))
-                self._tell(changes)
+                for change in changes:
+                    self._last += 1
+                    self._kept.append(Change(self._last, *change))
+                if changes:
+                    self._news.notify()
             self._follows = False
         finally:
             self._store.watch(None)
@@ -183,14 +181,6 @@ class ChangeFeed:
         if len(runs) > MANY:
             return [("run", "", "appended")]
         return [("run", run_id, change) for run_id, change in runs.items()]
-
-    def _tell(self, changes: list[tuple[str, str, str]]) -> None:
-        if not changes:
-            return
-        for change in changes:
-            self._last += 1
-            self._kept.append(Change(self._last, *change))
-        self._news.notify()
 
     def _state(self) -> bytes:
         return orjson.dumps(self._pool(), default=str)
@@ -215,19 +205,11 @@ class ChangeFeed:
             ("model", home.models, (".", "history", "canaries")),
             ("batch", home.batches, (".", "done", "results", "claims")),
         ):
-            for name in _names(folder):
-                newest = max(_time(folder / name / each) for each in inner)
-                times[kind, name] = newest
+            for name in names_in(folder):
+                if not name.startswith("."):
+                    times[kind, name] = max(_time(folder / name / each) for each in inner)
         times["key", ""] = _time(home.keys)
         return times
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        with os.scandir(folder) as entries:
-            return [entry.name for entry in entries if entry.name[:1] != "."]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
 
 
 def _time(path: Path) -> int:

@@ -42,26 +42,19 @@ def health_warnings(store: Store, since: float, missing: Sequence[str]) -> Rows:
     """
     which = RunFilter(since=since)
     by_loop = store.stats(which, ["loop"], percentiles=False)
-    warnings = [*_missing(missing), *_tasks(since), *_damage(store), *_of_loops(by_loop, since)]
+    message = "no replica can answer with {}, which is promoted; GET /v1/pool tells more"
+    unserved = ((message.format(version), 1) for version in missing)
+    warnings = [_error("version_not_served", *each) for each in unserved]
+    warnings += _tasks(since)
+    if count := len(store.problems):
+        message = f"{count} damaged places in the store: `cray-agents maintain fsck` names them"
+        warnings.append(_error("damage", message, count))
+    warnings += _of_loops(by_loop, since)
     training = RunFilter(since=since, split="train")
     groups = store.stats(training, ["loop", "iteration", "task"], percentiles=False)
     warnings += [*_flat_groups(groups, since), *_unparsed(store, since)]
     warnings.sort(key=lambda warning: warning.level != "error")
     return [warning.model_dump(mode="json") for warning in warnings]
-
-
-def _missing(versions: Sequence[str]) -> list[HealthWarning]:
-    message = "no replica can answer with {}, which is promoted; GET /v1/pool tells more"
-    return [
-        HealthWarning(
-            kind="version_not_served",
-            level="error",
-            message=message.format(version),
-            count=1,
-            of=1,
-        )
-        for version in versions
-    ]
 
 
 def _tasks(since: float) -> list[HealthWarning]:
@@ -72,14 +65,6 @@ def _tasks(since: float) -> list[HealthWarning]:
         for name, (count, error, last) in list(FAILURES.by_task.items())
         if last >= since
     ]
-
-
-def _damage(store: Store) -> list[HealthWarning]:
-    count = len(store.problems)
-    if not count:
-        return []
-    message = f"{count} damaged places in the store: `cray-agents maintain fsck` names them"
-    return [HealthWarning(kind="damage", level="error", message=message, count=count, of=count)]
 
 
 def _of_loops(rows: Rows, since: float) -> list[HealthWarning]:
@@ -151,6 +136,10 @@ def _unparsed(store: Store, since: float) -> list[HealthWarning]:
         for kind, what, setting in rules
         if marked[kind]
     ]
+
+
+def _error(kind: str, message: str, count: int) -> HealthWarning:
+    return HealthWarning(kind=kind, level="error", message=message, count=count, of=count)
 
 
 def _warning(

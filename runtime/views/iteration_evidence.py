@@ -15,7 +15,7 @@ from cray_agents.iteration import Iteration
 from cray_agents.paths import ITERATIONS, Home
 from cray_agents.promotion.sequential_test import Decision, PairedEvidence, entry_of
 from cray_agents.runtime.disk import checksums, paging
-from cray_agents.runtime.registry.registry import ModelEvent, Registry
+from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store.loop_records import LoopRecords
 from cray_agents.runtime.views.view_records import (
     HoldoutPoint,
@@ -112,10 +112,9 @@ def _decision(registry: Registry, loop: str, record: Iteration) -> ShownDecision
         and str(event.version) == version
         and event.who == f"loop {loop}"
     ]
-    return None if not mine or record.evidence is None else _describe_decision(mine[-1])
-
-
-def _describe_decision(event: ModelEvent) -> ShownDecision:
+    if not mine or record.evidence is None:
+        return None
+    event = mine[-1]
     try:
         numbers = Decision.model_validate(event.numbers)
     except ValidationError:

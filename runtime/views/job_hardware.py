@@ -84,7 +84,10 @@ def job_hardware(
     events = job_events(home, status.id)
     files = _files(home, status)
     chosen = [node for node in sorted(files) if node > after][:limit]
-    within = _times(events) if status.session else (0.0, float("inf"))
+    within = (0.0, float("inf"))
+    if status.session:  # whose files have more than this job
+        times = [event["time"] for event in events] or [0.0]
+        within = (min(times), max(times))
     nodes = [_read_node(node, files[node], within) for node in chosen]
     known = list(dict.fromkeys(name for node in nodes for name in node.series))
     if known and (unknown := [name for name in names if name not in known]):
@@ -93,14 +96,23 @@ def job_hardware(
         node.series.update({name: thinned(series, points) for name, series in node.series.items()})
         for name in node.series.keys() - set(names or known):
             del node.series[name]
+    slowest = waits = usage = None
+    if slow := [event for event in events if event["event"] == "straggler"]:
+        slowest = SlowRank(**{name: slow[-1][name] for name in SlowRank.model_fields})
+    if status.state == "queued" and status.reason:
+        meaning, step = describe_reason(status.reason)
+        waits = JobWait(reason=status.reason, meaning=meaning, next=step)
+    if status.scheduler == "slurm" and status.scheduler_job_id.isdecimal():
+        name = status.session or status.id
+        usage = _asked_usage(status.scheduler_job_id, name, int(now // ASKED_AGAIN))
     return JobHardware(
         id=status.id,
         names=known,
         nodes=nodes,
         has_more=any(node > chosen[-1] for node in files) if chosen else False,
-        slowest=_slowest(events),
-        waits=_wait(status),
-        slurm=_usage(status, now),
+        slowest=slowest,
+        waits=waits,
+        slurm=usage,
     )
 
 
@@ -115,12 +127,6 @@ def _files(home: Home, status: JobStatus) -> dict[str, list[Path]]:
             node = path.name.removeprefix(HARDWARE).removesuffix(".jsonl")
             files.setdefault(node, []).append(path)
     return files
-
-
-def _times(events: Iterable[dict[str, Any]]) -> tuple[float, float]:
-    """Return when a job began and ended in its session, as far as its events tell."""
-    times = [event["time"] for event in events]
-    return (min(times), max(times)) if times else (0.0, 0.0)
 
 
 def _read_node(node: str, files: Iterable[Path], within: tuple[float, float]) -> NodeHardware:
@@ -139,28 +145,6 @@ def _read_node(node: str, files: Iterable[Path], within: tuple[float, float]) ->
                     if isinstance(value, int | float):
                         series.setdefault(name, []).append((time, float(value)))
     return NodeHardware(node=node, time=time, newest=newest, series=series, gpus=gpus)
-
-
-def _slowest(events: Iterable[dict[str, Any]]) -> SlowRank | None:
-    """Return the last straggler that the trainer found."""
-    slow = [event for event in events if event["event"] == "straggler"]
-    return SlowRank(**{name: slow[-1][name] for name in SlowRank.model_fields}) if slow else None
-
-
-def _wait(status: JobStatus) -> JobWait | None:
-    """Return why a job waits in its queue; None if it does not, or nobody said why."""
-    if status.state != "queued" or not status.reason:
-        return None
-    meaning, step = describe_reason(status.reason)
-    return JobWait(reason=status.reason, meaning=meaning, next=step)
-
-
-def _usage(status: JobStatus, now: float) -> SlurmUsage | None:
-    """Return Slurm's account of a job; None for one that Slurm did not run."""
-    if status.scheduler != "slurm" or not status.scheduler_job_id.isdecimal():
-        return None
-    name = status.session or status.id
-    return _asked_usage(status.scheduler_job_id, name, int(now // ASKED_AGAIN))
 
 
 @lru_cache(64)

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -24,7 +24,6 @@ from cray_agents.records import Message, ModelCall, Reward, Run, Turn, canonical
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.assembly import choose_turns, comparable_message, newest_rewards
 from cray_agents.runtime.store.index import Places, RunFacts
-from cray_agents.runtime.store.run_conversation import conversation_of
 from cray_agents.runtime.store.segments.facts import head_of
 from cray_agents.runtime.store.segments.line_format import LinePlace
 from cray_agents.runtime.store.segments.reader import Moved
@@ -342,9 +341,7 @@ def _tool_name(tool: Body) -> str:
     return str(name or "")
 
 
-# ---- Differences of two runs: their headers, messages, turns, rewards and tokens
-# Messages are aligned as a whole first, so that equal messages match at any position. Messages that
-# take each other's place are compared line by line.
+# ---- Differences of two runs: their headers, turns, rewards and tokens
 _IN_MESSAGES = {"input", "output"}  # header fields that the messages repeat
 Json = dict[str, Any]
 
@@ -352,14 +349,12 @@ Json = dict[str, Any]
 def differences(one: Run, other: Run) -> Json:
     """Return the differences as JSON; a list is empty if nothing differs.
 
-    fields: [{"name", "one", "other"}]; messages: [{"one", "other": place or None, "diff": lines}];
-    rewards: [{"name", "source", "turn" (from 0, or None), "one", "other"}]; tokens: {"prompt",
-    "sampled": [one, other], "first": {"turn", "list", "position", "one", "other"} or None}, or None
-    if they are unknown.
+    fields: [{"name", "one", "other"}]; rewards: [{"name", "source", "turn" (from 0, or None),
+    "one", "other"}]; tokens: {"prompt", "sampled": [one, other], "first": {"turn", "list",
+    "position", "one", "other"} or None}, or None if they are unknown.
     """
     return {
         "fields": list(_fields(one, other)),
-        "messages": list(_messages(one, other)),
         "rewards": list(_rewards(one, other)),
         "tokens": _tokens(one.calls, other.calls),
     }
@@ -370,7 +365,10 @@ def turn_pairs(one: Run, other: Run) -> list[Json]:
 
     Turns with the same answer and tool calls stand beside each other.
     """
-    sides = [[_turn_fields(run, number) for number in _numbers(run)] for run in (one, other)]
+    sides = [
+        [_turn_fields(run, number) for number in range(len(run.trajectory.turns))]
+        for run in (one, other)
+    ]
     keys = [[canonical(compared["answer"]) + canonical(compared["tool_calls"]) for compared in side]
             for side in sides]  # fmt: skip
     matcher = difflib.SequenceMatcher(None, keys[0], keys[1], autojunk=False)
@@ -384,10 +382,6 @@ def turn_pairs(one: Run, other: Run) -> list[Json]:
                 differs = [name for name in before if before[name] != after[name]]
             pairs.append({"one": place, "other": at, "same": not differs, "differs": differs})
     return pairs
-
-
-def _numbers(run: Run) -> range:
-    return range(len(run.trajectory.turns))
 
 
 def _turn_fields(run: Run, number: int) -> Json:
@@ -416,7 +410,7 @@ def header(run: Run) -> list[tuple[str, str]]:
         ("iteration", run.iteration),
         ("attempt", run.attempt),
         ("tags", ", ".join(run.tags)),
-        ("started", _local_time(run.started) if run.started else None),
+        ("started", f"{datetime.fromtimestamp(run.started):%F %T}" if run.started else None),
         ("seconds", f"{run.seconds:.2f}" if run.seconds else None),
         ("ended", run.stop_reason.value),
     ]
@@ -432,10 +426,6 @@ def header(run: Run) -> list[tuple[str, str]]:
 def value_text(value: Any) -> str:
     """Return a text as it is, any other value as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _local_time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _fields(one: Run, other: Run) -> Iterator[Json]:
@@ -454,57 +444,6 @@ def _header_fields(run: Run) -> dict[str, str]:
     if run.trajectory.messages or run.calls:
         known = {name: value for name, value in known.items() if name not in _IN_MESSAGES}
     return known
-
-
-def _messages(one: Run, other: Run) -> Iterator[Json]:
-    sides = [_with_numbered_calls(conversation_of(run).messages) for run in (one, other)]
-    keys = [[canonical(message) for message in messages] for messages in sides]
-    matcher = difflib.SequenceMatcher(None, keys[0], keys[1], autojunk=False)
-    for kind, start, end, begin, stop in matcher.get_opcodes():
-        if kind == "equal":
-            continue
-        for place, at in zip_longest(range(start, end), range(begin, stop)):
-            before = _lines(sides[0], place)
-            after = _lines(sides[1], at)
-            diff = list(difflib.unified_diff(before, after, lineterm="", n=2))[2:]
-            # the same text, but another field of the message
-            if not diff and place is not None and at is not None:
-                diff = [f"-{value_text(sides[0][place])}", f"+{value_text(sides[1][at])}"]
-            yield {"one": place, "other": at, "diff": diff}
-
-
-def _with_numbered_calls(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with tool calls numbered: their ids differ in any two runs."""
-    numbers: dict[Any, str] = {}
-
-    def number(call_id: Any) -> str:
-        return numbers.setdefault(call_id, f"#{len(numbers) + 1}")
-
-    numbered = []
-    for message in messages:
-        plain = dict(message)
-        if plain.get("tool_calls"):
-            plain["tool_calls"] = [{**c, "id": number(c.get("id"))} for c in plain["tool_calls"]]
-        if "tool_call_id" in plain:
-            plain["tool_call_id"] = number(plain["tool_call_id"])
-        numbered.append(plain)
-    return numbered
-
-
-def _lines(messages: Sequence[Message], place: int | None) -> list[str]:
-    """Return a message as lines: its role, its text, its tool calls."""
-    if place is None:
-        return []
-    message = messages[place]
-    lines = [f"[{message.get('role')}]"]
-    if thought := reasoning_of(message):
-        lines += [f"(reasoning) {part}" for part in str(thought).split("\n")]
-    if text := text_of(message):
-        lines += text.split("\n")
-    for call in message.get("tool_calls") or ():
-        function = call.get("function") or {}
-        lines.append(f"calls {function.get('name')}({function.get('arguments') or ''})")
-    return lines
 
 
 def _rewards(one: Run, other: Run) -> Iterator[Json]:

@@ -7,16 +7,8 @@ from cray_agents.queries import RunFilter
 from cray_agents.runtime.store import Store
 
 BY = ("key", "model")
-SUMS = (
-    "runs",
-    "calls",
-    "prompt_tokens",
-    "sampled_tokens",
-    "cached_tokens",
-    "seconds",
-    "errors",
-    "last",
-)
+SUMS = ("runs", "calls", "prompt_tokens", "sampled_tokens", "cached_tokens", "seconds", "errors",
+        "last")  # fmt: skip
 
 
 def check_groups(by: list[str]) -> None:
@@ -35,23 +27,13 @@ def usage_table(
     owner: str | None,
     limit: int,
 ) -> dict[str, Any]:
-    """Return a UsageTable as JSON: of more groups than `limit` the largest.
+    """Return a UsageTable as JSON: of more groups than `limit` the largest, in its order.
 
     names: those of keys, by id. bucket: seconds of a span of time, or None. owner: the id of the
     only key that is looked at; None: all.
     """
     rows = store.stats(which, by, bucket=bucket, percentiles=False, owner=owner, limit=limit + 1)
-    return {
-        "by": by,
-        "bucket": bucket,
-        "data": _ordered(rows[:limit], names),
-        "has_more": len(rows) > limit,
-    }
-
-
-def _ordered(rows: list[dict[str, Any]], names: dict[str, str]) -> list[dict[str, Any]]:
-    """Return UsageRows as JSON, in the order of time, then most tokens first."""
-    usage = [
+    usage: list[dict[str, Any]] = [
         {
             "key": row.get("key"),
             "name": names.get(row["key"] or "", row["key"]) if "key" in row else None,
@@ -59,10 +41,7 @@ def _ordered(rows: list[dict[str, Any]], names: dict[str, str]) -> list[dict[str
             "time": row.get("time"),
             **{name: row[name] or 0 for name in SUMS},
         }
-        for row in rows
+        for row in rows[:limit]
     ]
-
-    def order(row: dict[str, Any]) -> tuple[float, int]:
-        return row["time"] or 0.0, -(row["prompt_tokens"] + row["sampled_tokens"])
-
-    return sorted(usage, key=order)
+    usage.sort(key=lambda row: (row["time"] or 0, -row["prompt_tokens"] - row["sampled_tokens"]))
+    return {"by": by, "bucket": bucket, "data": usage, "has_more": len(rows) > limit}

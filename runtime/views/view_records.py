@@ -409,7 +409,6 @@ class RunDifferences(Record):
     one: str
     other: str
     fields: list[dict[str, Any]]
-    messages: list[dict[str, Any]]
     rewards: list[dict[str, Any]]
     tokens: dict[str, Any] | None
     turns: list[TurnPair]

@@ -14,9 +14,9 @@ from cray_agents.errors import ConfigError, SetupError
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
-from cray_agents.runtime.telemetry.audit_log import read_audit
 from cray_agents.server import gateway_parts, gateway_ports, platform_process, root_claim
 from cray_agents.server.gateway_ports import Ports
+from tests.support.audit_lines import read_audit
 from tests.support.command_line import cli, refused
 
 

@@ -29,7 +29,6 @@ from cray_agents.records import (
     Turn,
 )
 from cray_agents.runtime.store import Store
-from cray_agents.runtime.views.run_pages import differences
 from tests.support.command_line import cli as command
 from tests.support.command_line import refused
 
@@ -243,29 +242,6 @@ def test_no_recorded_text_drives_the_terminal(tmp_path: Path) -> None:
 def test_show_as_json_is_the_whole_record(home: Path) -> None:
     run = Run.model_validate_json(cli("show", LONG_ID, "--json", home=home))
     assert run.calls[0].token_ids == [14, 50] and run.reward == 1.5
-
-
-def test_diff_of_messages_that_come_and_go() -> None:
-    def run(*texts: str) -> Run:
-        messages = [{"role": "user", "content": text} for text in texts]
-        return Run(
-            id="r",
-            agent="a",
-            model="m",
-            input="i",
-            stop_reason=StopReason.completed,
-            trajectory=Trajectory(messages=messages),
-        )
-
-    found = differences(run("a", "b", "c"), run("a", "c", "d\ne"))
-    assert [(m["one"], m["other"]) for m in found["messages"]] == [(1, None), (None, 2)]
-    assert found["messages"][0]["diff"][-2:] == ["-[user]", "-b"]
-    assert found["messages"][1]["diff"][-3:] == ["+[user]", "+d", "+e"]
-    assert found["tokens"] is None
-    named = run("a")
-    named.trajectory.messages[0]["name"] = "Ann"
-    (only,) = differences(run("a"), named)["messages"]
-    assert len(only["diff"]) == 2 and "Ann" in only["diff"][1]
 
 
 def test_stats(home: Path) -> None:

@@ -72,7 +72,7 @@ from cray_agents.runtime.retention import reasons_to_keep
 from cray_agents.runtime.scheduler.excluded_nodes import exclude_node, excluded_nodes
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.segments.reader import Damage, Segments
-from cray_agents.runtime.telemetry.audit_log import AuditLog, read_audit
+from cray_agents.runtime.telemetry.audit_log import AuditLog
 from cray_agents.server import platform_process
 from cray_agents.trainers.checkpointing import resume
 from cray_agents.trainers.checkpointing.save import POINT, SEAL
@@ -82,6 +82,7 @@ from cray_agents.trainers.job.job_state import read_status
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.session_journal import SessionJournal, SessionSpec
 from cray_agents.training_jobs import Hyperparameters, JobSpec
+from tests.support.audit_lines import read_audit
 from tests.support.scripted_platform import PROBE, bare_model
 from tests.support.scripted_trainer import ScriptedTrainer
 from tests.support.store.writer_process import events_of
@@ -302,7 +303,7 @@ def readers(home: Home) -> dict[str, Reader]:
         "history": lambda h: [e.model_dump() for e in Registry(h).history("m")],
         "lineage": lambda h: lineage_of(Registry(h), "m@1"),
         "needed": lambda h: reasons_to_keep(Registry(h), 2, []),
-        "audit": lambda h: [line.model_dump() for line in _whole(read_audit(h.audit))],
+        "audit": lambda h: [line.model_dump() for line in read_audit(h.audit)],
         "keys": lambda h: [(record.model_dump(), ended) for record, ended in Keys(h).list()],
         "files": lambda h: [file.model_dump() for file in _whole(Files(h).list())],
         "contents": lambda h: [_read(Files(h).path(f.id)) for f in _whole(Files(h).list())],

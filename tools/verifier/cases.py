@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from cray_agents.errors import BadInput
@@ -98,10 +99,12 @@ def outputs_equal(got: str, expected: str, tolerance: float) -> bool:
     A word of the expected text that is a number with a point or an exponent may be written
     differently in the output, and differ by `tolerance`.
     """
-    lines, expected_lines = _lines(got), _lines(expected)
-    return len(lines) == len(expected_lines) and all(
-        a == b or _same_words(a.split(" "), b.split(" "), tolerance)
-        for a, b in zip(lines, expected_lines, strict=True)
+    words, expected_words = (
+        [line.rstrip().split(" ") for line in text.rstrip().split("\n")] for text in (got, expected)
+    )
+    return list(map(len, words)) == list(map(len, expected_words)) and all(
+        a == b or _same_number(a, b, tolerance)
+        for a, b in zip(chain(*words), chain(*expected_words), strict=True)
     )
 
 
@@ -117,15 +120,10 @@ def _kind(value: Any) -> tuple[str, Any]:
         ((kind, of),) = value.items()
         if kind in ("tuple", "set", "dict") and isinstance(of, list):
             return kind, of
-        if kind in ("bytes", "other") and isinstance(of, str):
-            return kind, of if kind == "other" else _hexadecimal(of)
+        hexadecimal = isinstance(of, str) and re.fullmatch("([0-9a-f]{2})*", of)
+        if isinstance(of, str) and (kind == "other" or (kind == "bytes" and hexadecimal)):
+            return kind, of
     raise Malformed(f"an object that is no kind of value: {value!r:.100}")
-
-
-def _hexadecimal(text: str) -> str:
-    if not re.fullmatch("([0-9a-f]{2})*", text):
-        raise Malformed(f"{text!r:.100} is not hexadecimal")
-    return text
 
 
 def _first_other(value: Any) -> str | None:
@@ -167,16 +165,6 @@ def _canonical(value: Any) -> Any:
     if isinstance(of, float) and of.is_integer():
         return ["number", int(of)]
     return [kind, of]
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().split("\n")]
-
-
-def _same_words(got: list[str], expected: list[str], tolerance: float) -> bool:
-    return len(got) == len(expected) and all(
-        a == b or _same_number(a, b, tolerance) for a, b in zip(got, expected, strict=True)
-    )
 
 
 def _same_number(got: str, expected: str, tolerance: float) -> bool:
@@ -325,13 +313,11 @@ def _is_import(statement: ast.stmt) -> bool:
 
 
 def _of_statement(statement: ast.stmt) -> Case:
-    test = (
-        statement.test
-        if isinstance(statement, ast.Assert)
-        else statement.value
-        if isinstance(statement, ast.Expr)
-        else None
-    )
+    match statement:
+        case ast.Assert(test=test) | ast.Expr(value=test):
+            pass
+        case _:
+            test = None
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
         for call, literal in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
             try:

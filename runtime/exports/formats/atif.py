@@ -7,6 +7,8 @@ the root's `extra`. Only fields of content parts, such as an image's detail, are
 in exporter.py.
 """
 
+import mimetypes
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -28,13 +30,7 @@ VERSION = "ATIF-v1.7"
 UNKNOWN = "unknown"  # for fields that the schema requires and a run may lack
 _SOURCES = {"system": "system", "developer": "system", "user": "user", "assistant": "agent"}
 _RESULTS = ("tool", "function")
-_IMAGES = {
-    "jpg": "image/jpeg",
-    "jpeg": "image/jpeg",
-    "png": "image/png",
-    "gif": "image/gif",
-    "webp": "image/webp",
-}
+_IMAGES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
 
 def _write_run(run: Run) -> Written:
@@ -61,14 +57,9 @@ def _agent(run: Run, tools: list[Json]) -> Json:
         {"type": "function", "function": function} if function is not None else tool
         for tool, function in zip(tools, functions, strict=True)
     ]
-    agent = {
-        "name": run.agent or UNKNOWN,
-        "version": UNKNOWN,
-        "model_name": run.model or None,
-        "tool_definitions": defined or None,
-        "extra": {"tools": tools} if defined != tools else None,
-    }
-    return _without_none(agent)
+    agent = {"name": run.agent or UNKNOWN, "version": UNKNOWN, "model_name": run.model}
+    agent |= {"tool_definitions": defined, "extra": {"tools": tools} if defined != tools else None}
+    return {name: value for name, value in agent.items() if value}
 
 
 def _steps(run: Run, conversation: Conversation) -> list[Json]:
@@ -76,8 +67,7 @@ def _steps(run: Run, conversation: Conversation) -> list[Json]:
     steps: list[Json] = []
     history_end = _history_end(conversation)
     for index, message in enumerate(conversation.messages):
-        path = f"messages[{index}]"
-        content = _content_of(run, path, message.get("content"))
+        content = _content_of(run, f"messages[{index}].content", message.get("content"))
         if message.get("role") in _RESULTS:
             _add_result(steps, message, content)
             continue
@@ -161,7 +151,8 @@ def _add_call(step: Json, extra: Json, call: ModelCall, conversation: Conversati
     step["model_name"] = call.model
     step["llm_call_count"] = 1
     if call.started:
-        step["timestamp"] = _timestamp(call.started)
+        started = datetime.fromtimestamp(call.started, UTC)
+        step["timestamp"] = started.isoformat().replace("+00:00", "Z")
     if call.prompt_token_ids or call.token_ids:
         step["metrics"] = {
             "prompt_tokens": len(call.prompt_token_ids),
@@ -203,11 +194,6 @@ def _add_result(steps: list[Json], message: Message, content: Any) -> None:
     step.setdefault("observation", {"results": []})["results"].append(result)
 
 
-def _without_none(record: Json) -> Json:
-    """Return the record without fields that are None."""
-    return {name: value for name, value in record.items() if value is not None}
-
-
 def _content_of(run: Run, path: str, content: Any) -> str | list[Json] | None:
     """Return a message's content: a text, or a list of text and image parts.
 
@@ -218,7 +204,7 @@ def _content_of(run: Run, path: str, content: Any) -> str | list[Json] | None:
         return content
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
         return [_part(run, path, part) for part in content]
-    return json_text(run, f"{path}.content", content)
+    return json_text(run, path, content)
 
 
 def _part(run: Run, path: str, part: Json) -> Json:
@@ -227,11 +213,12 @@ def _part(run: Run, path: str, part: Json) -> Json:
     url = _image_url(part)
     if url is None:
         problem = f"has a part of type {part.get('type')!r}, neither text nor image"
-        raise unsupported(run, f"{path}.content", problem)
-    media_type = _media_type(url)
-    if media_type not in _IMAGES.values():
+        raise unsupported(run, path, problem)
+    media_type, _ = mimetypes.guess_type(re.split("[?#]", url, maxsplit=1)[0], strict=False)
+    media_type = (media_type or "").lower()
+    if media_type not in _IMAGES:
         problem = f"has an image that is not known to be JPEG, PNG, GIF or WebP: {url[:80]}"
-        raise unsupported(run, f"{path}.content", problem)
+        raise unsupported(run, path, problem)
     return {"type": "image", "source": {"media_type": media_type, "path": url}}
 
 
@@ -255,13 +242,6 @@ def _image_url(part: Json) -> str | None:
         image = part.get("image_url")
         url = image.get("url") if isinstance(image, dict) else image
     return url if isinstance(url, str) else None
-
-
-def _media_type(url: str) -> str | None:
-    if url.startswith("data:"):
-        return url[len("data:") :].split(",", 1)[0].split(";", 1)[0].lower()
-    path = url.split("?", 1)[0].split("#", 1)[0]
-    return _IMAGES.get(path.rpartition(".")[2].lower())
 
 
 def _tool_call_of(call: Json, raw: Json, done: ToolCall | None, observed: bool) -> Json:
@@ -303,15 +283,11 @@ def _final_metrics(steps: list[Json]) -> Json:
 def _root_extra(run: Run, conversation: Conversation) -> Json:
     """Return the run's fields that the document lacks, and its turns outside the conversation."""
     extra = run.model_dump(mode="json", exclude={"id", "agent", "model", "trajectory"})
-    extra = {n: value for n, value in extra.items() if n == "output" or value not in (None, [])}
     extra["reward"] = run.reward
+    extra = {n: v for n, v in extra.items() if v is not None and (v != [] or n == "output")}
     if conversation.other_turns:
         extra["other_turns"] = [turn.model_dump(mode="json") for turn in conversation.other_turns]
-    return _without_none(extra)
-
-
-def _timestamp(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+    return extra
 
 
 ATIF = LineFormat(

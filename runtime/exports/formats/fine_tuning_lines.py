@@ -13,6 +13,7 @@ tool calls; the engine hands both to the template in the same way. Reasoning is 
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from cray_agents.exact_json import parse_json
 from cray_agents.records import Message, Run
@@ -27,25 +28,16 @@ from cray_agents.runtime.exports.export_format import (
 
 
 def _openai_write_run(run: Run) -> Written:
-    chats = chats_of(run)
-    records = [_record(run, chat) for chat in chats]
-    return Written(
-        records, tuple(sorted({code for chat in chats for code in _openai_losses(chat)}))
-    )
-
-
-def _record(run: Run, chat: ChatMessages) -> Json:
-    messages = [_weighted(chat, index, m) for index, m in enumerate(chat.until_answer())]
-    if all(m.get("weight") == 0 for m in messages if m["role"] == "assistant"):
-        raise unsupported(run, "trajectory.messages", "hold no answer of this run to train on")
-    return _add_tools({"messages": messages}, chat)
-
-
-def _weighted(chat: ChatMessages, index: int, message: Message) -> Message:
-    written = _without_empty_content(message)
-    if index in chat.history:
-        written["weight"] = 0
-    return written
+    records, losses = [], set[str]()
+    for chat in chats_of(run):
+        messages = [_without_empty_content(message) for message in chat.until_answer()]
+        for index in chat.history.intersection(range(len(messages))):
+            messages[index]["weight"] = 0
+        if all(m.get("weight") == 0 for m in messages if m["role"] == "assistant"):
+            raise unsupported(run, "trajectory.messages", "hold no answer of this run to train on")
+        records.append(_add_tools({"messages": messages}, chat))
+        losses |= chat.losses | ({"reasoning"} if chat.reasoning else set())
+    return Written(records, tuple(sorted(losses)))
 
 
 def _without_empty_content(message: Message) -> Message:
@@ -85,10 +77,6 @@ def _add_tools(record: Json, chat: ChatMessages) -> Json:
     return record
 
 
-def _openai_losses(chat: ChatMessages) -> tuple[str, ...]:
-    return tuple(sorted(chat.losses | ({"reasoning"} if chat.reasoning else set())))
-
-
 OPENAI = LineFormat(
     name="openai",
     title="OpenAI fine-tuning (chat)",
@@ -104,16 +92,8 @@ OPENAI_PREFERENCE = LineFormat(
 )
 
 
-def _trl_write_run(run: Run) -> Written:
-    return _rows(run, lambda chat: {"messages": _messages(chat)})
-
-
-def _write_completion(run: Run) -> Written:
-    """Write the assistant's last message, and all messages before it as the prompt."""
-    return _rows(run, lambda chat: _prompt_and_completion(run, chat))
-
-
 def _prompt_and_completion(run: Run, chat: ChatMessages) -> Json:
+    """Return the assistant's last message, and all messages before it as the prompt."""
     chat.messages = chat.until_answer()
     messages = _messages(chat)
     if len(messages) < 2 or messages[-2]["role"] == "system":
@@ -124,12 +104,12 @@ def _prompt_and_completion(run: Run, chat: ChatMessages) -> Json:
     return {"prompt": messages[:-1], "completion": messages[-1:]}
 
 
-def _rows(run: Run, columns: Callable[[ChatMessages], Json]) -> Written:
+def _rows(columns: Callable[[Run, ChatMessages], Json], run: Run) -> Written:
     """Write a row for each of a run's chats, with the losses of its trained part."""
     rows, losses = [], set[str]()
     for chat in chats_of(run):
-        row = {**columns(chat), "tools": _tools(run, chat)}
-        losses.update(_trl_losses(chat, len(row.get("prompt", ()))))
+        row = {**columns(run, chat), "tools": _tools(run, chat)}
+        losses |= _trl_losses(chat, len(row.get("prompt", ())))
         rows.append(row)
     return Written(rows, tuple(sorted(losses)))
 
@@ -147,9 +127,8 @@ def _trl_write_pair(better: Run, worse: Run) -> Written:
         "rejected": rejected[same:],
         "tools": _tools(better, one),
     }
-    return Written(
-        [record], tuple(sorted({*losses, *_trl_losses(one, same), *_trl_losses(other, same)}))
-    )
+    losses |= _trl_losses(one, same) | _trl_losses(other, same)
+    return Written([record], tuple(sorted(losses)))
 
 
 def _messages(chat: ChatMessages) -> list[Message]:
@@ -165,36 +144,34 @@ def _message(chat: ChatMessages, index: int, message: Message) -> Message:
     if index in chat.reasoning:
         written["reasoning_content"] = chat.reasoning[index]
     if "tool_calls" in message:
-        written["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
+        calls = [(call, call["function"]) for call in message["tool_calls"]]
+        written["tool_calls"] = [
+            {**call, "function": {**called, "arguments": parse_json(called["arguments"])}}
+            for call, called in calls
+        ]
     return written
-
-
-def _tool_call(call: Json) -> Json:
-    function = call["function"]
-    arguments = parse_json(function["arguments"])
-    return {**call, "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _tools(run: Run, chat: ChatMessages) -> str | None:
     return json_text(run, "tools", chat.tools) if chat.tools else None
 
 
-def _trl_losses(chat: ChatMessages, since: int = 0) -> tuple[str, ...]:
+def _trl_losses(chat: ChatMessages, since: int) -> set[str]:
     """Return the losses of a chat that is trained on from message `since` on."""
-    return tuple(sorted(chat.losses | ({"weights"} if chat.has_untrained(since) else set())))
+    return chat.losses | ({"weights"} if chat.has_untrained(since) else set())
 
 
 TRL = LineFormat(
     name="trl",
     title="TRL (language modeling)",
     about="conversations with their tools as TRL's SFTTrainer reads them: messages, tools",
-    write_run=_trl_write_run,
+    write_run=partial(_rows, lambda run, chat: {"messages": _messages(chat)}),
 )
 TRL_PROMPT_COMPLETION = LineFormat(
     name="trl-prompt-completion",
     title="TRL (prompt and completion)",
     about="the assistant's last message and all before it: prompt, completion, tools",
-    write_run=_write_completion,
+    write_run=partial(_rows, _prompt_and_completion),
 )
 TRL_PREFERENCE = LineFormat(
     name="trl-preference",

@@ -18,8 +18,7 @@ from cray_agents.messages import other_fields, reasoning_of
 from cray_agents.records import Message, Run
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.exports.export_files import FolderContents, TableFormat
-from cray_agents.runtime.exports.export_format import Written
-from cray_agents.runtime.exports.losses import describe_losses, text_losses
+from cray_agents.runtime.exports.export_format import Written, describe_losses, text_losses
 from cray_agents.runtime.store.run_conversation import conversations_of
 
 ABOUT = {
@@ -49,6 +48,11 @@ ABOUT = {
     "prompt_tokens": "Tokens read, over all model calls.",
     "completion_tokens": "Tokens sampled, over all model calls.",
 }
+
+
+#: Columns that are fields of a run.
+SAME = ("id", "input", "reward", "agent", "model", "loop", "iteration", "attempt", "tags",
+        "started", "seconds")  # fmt: skip
 
 
 @cache
@@ -81,25 +85,15 @@ def rows_of(run: Run, first: int) -> Written:
         losses.append("call_details")
     losses += sorted(text_losses(run))
     about = {
-        "id": run.id,
-        "input": run.input,
+        **{name: getattr(run, name) for name in SAME},
         "output": _text(run.output),
-        "reward": run.reward,
         "rewards": [
             {"name": r.name, "value": r.value, "source": r.source, "turn": r.turn}
             for r in run.rewards
         ],
-        "agent": run.agent,
-        "model": run.model,
         "stop_reason": run.stop_reason.value,
         "error": run.error.type if run.error else None,
         "error_message": run.error.message if run.error else None,
-        "loop": run.loop,
-        "iteration": run.iteration,
-        "attempt": run.attempt,
-        "tags": run.tags,
-        "started": run.started,
-        "seconds": run.seconds,
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
     }

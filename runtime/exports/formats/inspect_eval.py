@@ -36,10 +36,10 @@ from cray_agents.runtime.exports.export_format import (
     LineFormat,
     Written,
     json_text,
+    text_losses,
     unsupported,
 )
 from cray_agents.runtime.exports.formats.jsonl import check_finite
-from cray_agents.runtime.exports.losses import text_losses
 from cray_agents.runtime.store.run_conversation import Conversation, conversation_of
 
 VERSION = 2  # of the layout

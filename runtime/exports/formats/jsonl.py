@@ -24,12 +24,9 @@ def check_finite(run: Run) -> None:
     """Raise BadInput for a reward or logprob that is infinite or NaN: JSON would make it null."""
     if not all(math.isfinite(reward.value) for reward in run.rewards):
         raise unsupported(run, "rewards", "hold an infinity or NaN, which JSON cannot carry")
-    if not all(_all_finite(call.logprobs) for call in run.calls):
-        raise unsupported(run, "logprobs", "hold an infinity or NaN, which JSON cannot carry")
-
-
-def _all_finite(numbers: list[float]) -> bool:
-    return math.isfinite(sum(numbers)) or all(map(math.isfinite, numbers))
+    for logprobs in (call.logprobs for call in run.calls):
+        if not (math.isfinite(sum(logprobs)) or all(map(math.isfinite, logprobs))):
+            raise unsupported(run, "logprobs", "hold an infinity or NaN, which JSON cannot carry")
 
 
 JSONL = LineFormat(

@@ -102,7 +102,7 @@ def _first_new(messages: list[Message]) -> int:
 
 def _write_run(run: Run) -> Written:
     losses, lines, size = set[str](), [list[orjson.Fragment]()], 0
-    resource = {"attributes": _attributes(run, {"service.name": "cray-agents"})}
+    resource = {"attributes": _attributes({"service.name": "cray-agents"})}
     for span in _spans(run, losses):
         text = line_of(run, span)  # a long run's spans take several times as much as objects
         if size + len(text) > LINE and lines[-1]:
@@ -163,14 +163,11 @@ def _root(run: Run, conversation: Conversation, texts: _MessageTexts, trace: str
         "error.type": _failure(run),
         **_own_attributes(run),
     }
-    name = f"invoke_agent {run.agent}" if run.agent else "invoke_agent"
-    span = _span(trace, trace_hash(run.id, 16), name, _INTERNAL, run.started, run.seconds)
-    span["attributes"] = _attributes(run, values)
-    span["events"] = [_evaluation(run, reward) for reward in run.rewards]
-    if run.error is not None or _failure(run):
-        message = run.error.message if run.error is not None else str(run.stop_reason)
-        span["status"] = {"code": _FAILED, "message": message}
-    return span
+    name = f"invoke_agent {run.agent}".strip()
+    failure = run.error.message if run.error is not None else _failure(run)
+    ids, times = (trace, trace_hash(run.id, 16)), (run.started, run.seconds)
+    span = _span(name, _INTERNAL, ids, times, values, failure)
+    return {**span, "events": [_evaluation(reward) for reward in run.rewards]}
 
 
 def _failure(run: Run) -> str | None:
@@ -182,12 +179,13 @@ def _failure(run: Run) -> str | None:
 
 def _own_attributes(run: Run) -> Json:
     """Return the run's attributes that the conventions lack."""
+    task = run.task.model_dump(mode="json") if run.task else None
     return {
         "cray_agents.stop_reason": str(run.stop_reason),
         "cray_agents.error.infrastructure": run.error.infrastructure if run.error else None,
         "cray_agents.input": run.input,
         "cray_agents.output": _json(run, run.output),
-        "cray_agents.task": _json(run, run.task.model_dump(mode="json") if run.task else None),
+        "cray_agents.task": _json(run, task),
         "cray_agents.loop": run.loop,
         "cray_agents.iteration": run.iteration,
         "cray_agents.attempt": run.attempt,
@@ -197,18 +195,17 @@ def _own_attributes(run: Run) -> Json:
     }
 
 
-def _evaluation(run: Run, reward: Reward) -> Json:
-    values: dict[str, Any] = {
+def _evaluation(reward: Reward) -> Json:
+    values = {
         "gen_ai.evaluation.name": reward.name,
         "gen_ai.evaluation.score.value": float(reward.value),
         "cray_agents.reward.source": reward.source,
+        "cray_agents.reward.turn": reward.turn,
     }
-    if reward.turn is not None:
-        values["cray_agents.reward.turn"] = reward.turn
     return {
         "timeUnixNano": _nanos(reward.time),
         "name": "gen_ai.evaluation.result",
-        "attributes": _attributes(run, values),
+        "attributes": _attributes(values),
     }
 
 
@@ -217,6 +214,7 @@ def _chat(
 ) -> Json:
     operation = _OPERATIONS.get(call.api, "chat")
     known = bool(call.prompt_token_ids)
+    failure = call.finish_reason if call.finish_reason in _CUT else None
     values = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "cray_agents",
@@ -231,19 +229,15 @@ def _chat(
         **texts.prompt(call.messages),
         "gen_ai.output.messages": _json(run, [genai_answer(call.message, call.finish_reason)]),
         "gen_ai.tool.definitions": texts.tools(call.tools),
-        "error.type": call.finish_reason if call.finish_reason in _CUT else None,
+        "error.type": failure,
         **_sampling(run, call.sampling),
         "cray_agents.api": call.api,
         "cray_agents.tags": call.tags or None,
         "cray_agents.redacted": _json(run, [removed.model_dump() for removed in call.redacted]),
     }
-    name = f"{operation} {call.model}"
-    span_id = trace_hash(f"{run.id}/{index}/{call.id}", 16)
-    span = _span(trace, span_id, name, _CLIENT, call.started, call.seconds, parent)
-    span["attributes"] = _attributes(run, values)
-    if call.finish_reason in _CUT:
-        span["status"] = {"code": _FAILED, "message": str(call.finish_reason)}
-    return span
+    ids = (trace, trace_hash(f"{run.id}/{index}/{call.id}", 16), parent)
+    times = (call.started, call.seconds)
+    return _span(f"{operation} {call.model}", _CLIENT, ids, times, values, failure)
 
 
 def _sampling(run: Run, sampling: Json) -> Json:
@@ -279,13 +273,9 @@ def _tool(run: Run, turn: Turn, number: int, trace: str, parent: str, started: f
         "gen_ai.tool.call.result": _json(run, done.result),
         "error.type": "tool_error" if done.error is not None else None,
     }
-    span_id = trace_hash(f"{run.id}/{turn.call_id}/{number}/{done.id}", 16)
-    name = f"execute_tool {done.name}"
-    span = _span(trace, span_id, name, _INTERNAL, started, done.seconds, parent)
-    span["attributes"] = _attributes(run, values)
-    if done.error is not None:
-        span["status"] = {"code": _FAILED, "message": done.error}
-    return span
+    ids = (trace, trace_hash(f"{run.id}/{turn.call_id}/{number}/{done.id}", 16), parent)
+    times = (started, done.seconds)
+    return _span(f"execute_tool {done.name}", _INTERNAL, ids, times, values, done.error)
 
 
 def genai_message(message: Message) -> Json:
@@ -328,21 +318,18 @@ def _content_parts(message: Message) -> list[Json]:
         if content:
             converted.append({"type": "text", "content": content})
     elif isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        converted += [_part(part) for part in content]
+        for part in content:  # fields that the conventions do not know stay
+            replaced, fields = _convert_part(part)
+            kept = {name: value for name, value in part.items() if name not in replaced}
+            converted.append({**kept, **fields})
     elif content is not None:  # a prompt of token ids, or several
         converted.append({"type": "prompt", "content": content})
     converted += [_tool_call(call) for call in message.get("tool_calls") or ()]
     return converted
 
 
-def _part(part: Json) -> Json:
-    """Return one of OpenAI's content parts in the conventions' shape; unknown fields stay."""
-    replaced, fields = _convert_part(part)
-    return {**{name: value for name, value in part.items() if name not in replaced}, **fields}
-
-
 def _convert_part(part: Json) -> tuple[set[str], Json]:
-    """Return the names of the part's fields to replace, and the fields that replace them."""
+    """Return which fields of one of OpenAI's content parts to replace, and by which."""
     if isinstance(part.get("text"), str):
         return {"text"}, {"type": "text", "content": part["text"]}
     image, audio = part.get("image_url"), part.get("input_audio")
@@ -371,19 +358,25 @@ def _tool_call(call: Json) -> Json:
 
 
 def _span(
-    trace: str,
-    span_id: str,
     name: str,
     kind: int,
-    started: float,
-    seconds: float,
-    parent: str | None = None,
+    ids: tuple[str, ...],
+    times: tuple[float, float],
+    values: Json,
+    failure: str | None,
 ) -> Json:
-    span: Json = {"traceId": trace, "spanId": span_id, "name": name, "kind": kind}
-    if parent is not None:
-        span["parentSpanId"] = parent
-    span["startTimeUnixNano"] = _nanos(started)
-    span["endTimeUnixNano"] = _nanos(started + seconds)
+    """Return a span. `ids`: of the trace, the span and its parent, if any. `times`: start, length.
+
+    `failure`: what went wrong, in words.
+    """
+    span: Json = {"traceId": ids[0], "spanId": ids[1], "name": name, "kind": kind}
+    if ids[2:]:
+        span["parentSpanId"] = ids[2]
+    span["startTimeUnixNano"] = _nanos(times[0])
+    span["endTimeUnixNano"] = _nanos(sum(times))
+    span["attributes"] = _attributes(values)
+    if failure is not None:
+        span["status"] = {"code": _FAILED, "message": failure}
     return span
 
 
@@ -401,15 +394,9 @@ def _json(run: Run, value: Any) -> str | None:
     return json_text(run, "a value", value) if value not in (None, [], {}) else None
 
 
-def _attributes(run: Run, values: Json) -> list[Json]:
+def _attributes(values: Json) -> list[Json]:
     """Return OTLP's list of attributes, without those that are None."""
-    return list(_key_values(values))
-
-
-def _key_values(values: Json) -> Iterator[Json]:
-    for key, value in values.items():
-        if value is not None:
-            yield {"key": key, "value": _value(value)}
+    return [{"key": key, "value": _value(v)} for key, v in values.items() if v is not None]
 
 
 def _value(value: Any) -> Json:
@@ -420,13 +407,9 @@ def _value(value: Any) -> Json:
     if isinstance(value, int):
         return {"intValue": str(value)}
     if isinstance(value, float):
-        return {"doubleValue": value if math.isfinite(value) else _name_non_finite(value)}
+        named = "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return {"doubleValue": value if math.isfinite(value) else named}  # as protobuf's JSON
     return {"arrayValue": {"values": [_value(one) for one in value]}}
-
-
-def _name_non_finite(value: float) -> str:
-    """Return protobuf's JSON string for an infinity or NaN."""
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 OTEL = LineFormat(

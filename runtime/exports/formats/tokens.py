@@ -28,8 +28,7 @@ from cray_agents.runtime.datasets.run_samples import (
     merge_calls,
 )
 from cray_agents.runtime.exports.export_files import TableFormat
-from cray_agents.runtime.exports.export_format import Written
-from cray_agents.runtime.exports.losses import ExportCounts
+from cray_agents.runtime.exports.export_format import ExportCounts, Written
 from cray_agents.runtime.exports.sources import ExportSource
 
 IGNORED = -100  # label of a token that is not trained on: ignore_index of PyTorch's cross entropy

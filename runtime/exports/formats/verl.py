@@ -19,8 +19,7 @@ from cray_agents.exact_json import dump_json
 from cray_agents.messages import part_text, text_of, with_parts
 from cray_agents.records import Message, Run
 from cray_agents.runtime.exports.export_files import TableFormat
-from cray_agents.runtime.exports.export_format import Written, unsupported
-from cray_agents.runtime.exports.losses import text_losses
+from cray_agents.runtime.exports.export_format import Written, text_losses, unsupported
 from cray_agents.runtime.store.run_conversation import Conversation, conversations_of
 
 

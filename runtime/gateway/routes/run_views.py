@@ -132,7 +132,7 @@ async def diff_runs(
     a: Annotated[str, named("run", "a"), Query(description="A run.")],
     b: Annotated[str, named("run", "b"), Query(description="Another one.")],
 ) -> Response:
-    """Tell where two runs differ: fields, messages, rewards, tokens, and their turns side by side.
+    """Tell where two runs differ: fields, rewards, tokens, and their turns side by side.
 
     Turns count from 0 in `turns`, and from 1 in `tokens.first`.
     """

@@ -76,7 +76,8 @@ class Database:
             try:
                 connection = idle.pop()
             except IndexError:
-                connection = self._open_reader()
+                with self._opening_lock():
+                    connection = schema.connect(self.path)
             try:
                 with statements_in_pieces(connection):
                     yield connection
@@ -132,15 +133,15 @@ class Database:
         except FileNotFoundError:
             return False
 
-    def _open_reader(self) -> sqlite3.Connection:
-        with self._opening_lock():
-            return schema.connect(self.path)
-
     @contextmanager
     def _opening_lock(self) -> Iterator[None]:
         """Hold the lock for opening and deleting the file, so that an old log is never applied."""
-        with _lock_file(self._beside("opening")) as lock, _locked(lock):
-            yield
+        lock = os.open(self._beside("opening"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            with _locked(lock):
+                yield
+        finally:
+            os.close(lock)
 
     def _beside(self, name: str) -> Path:
         return self.path.with_name(f"{self.path.name}.{name}")
@@ -167,15 +168,6 @@ class Database:
             if isinstance(error, CrayError):
                 raise
             raise StoreError.of(f"cannot use the index {self.path}", error) from error
-
-
-@contextmanager
-def _lock_file(path: Path) -> Iterator[int]:
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        yield handle
-    finally:
-        os.close(handle)
 
 
 @contextmanager

@@ -61,7 +61,8 @@ def match_condition(
     if query.iteration is not None:
         add("+iteration = ?", to_rank(query.iteration))
     if query.iterations is not None:
-        add(_one_of("+iteration", [to_rank(number) for number in query.iterations]))
+        ranks = ", ".join(str(to_rank(number)) for number in query.iterations)
+        add(f"+iteration IN ({ranks})")
     if query.task is not None:
         if not query.task:
             return None  # no task is named "": in the column it means no task
@@ -88,21 +89,6 @@ def match_condition(
     if None in values:
         return None  # a name without a code: no run has it
     return SqlCondition(" AND ".join(conditions), values)
-
-
-def order_by(query: RunQuery) -> str:
-    """Return the terms of ORDER BY. Runs of one task are looked up by task, then sorted."""
-    way = " DESC" if query.order == "newest" else ""
-    plus = "" if query.task is None or query.order == "task" else "+"
-    return ", ".join(f"{plus}{column}{way}" for column in _SORTED[query.order])
-
-
-def after_condition(order: str, key: Sequence[Any]) -> SqlCondition:
-    """Return the condition for runs that come after the run with this key."""
-    columns = _SORTED[order]
-    sign = "<" if order == "newest" else ">"
-    marks = ", ".join("?" * len(columns))
-    return SqlCondition(f"({', '.join(columns)}) {sign} ({marks})", list(key))
 
 
 def key_of(order: str, facts: RunFacts) -> tuple[Any, ...]:
@@ -153,18 +139,15 @@ def read_page(
     matching = match_condition(connection, query, query.order)
     if matching is None:
         return []
-    conditions, values = [matching.sql], list(matching.values)
+    where, columns = matching.sql, _SORTED[query.order]
+    way, after = (" DESC", "<") if query.order == "newest" else ("", ">")
     if key is not None:
-        later = after_condition(query.order, key)
-        conditions.append(later.sql)
-        values += later.values
-    chosen = (
-        f"SELECT run FROM runs WHERE {' AND '.join(conditions)} ORDER BY {order_by(query)} LIMIT ?"
-    )
+        where += f" AND ({', '.join(columns)}) {after} ({', '.join('?' * len(columns))})"
+    # runs of one task are looked up by it, then sorted
+    plus = "" if query.task is None or query.order == "task" else "+"
+    order = ", ".join(f"{plus}{column}{way}" for column in columns)
+    chosen = f"SELECT run FROM runs WHERE {where} ORDER BY {order} LIMIT ?"
     sql = f"SELECT id, told FROM ({chosen}) CROSS JOIN runs USING (run)"
-    rows = connection.execute(sql, [*values, -1 if limit is None else limit]).fetchall()
+    values = [*matching.values, *(key or ()), -1 if limit is None else limit]
+    rows = connection.execute(sql, values).fetchall()
     return [facts_in(row) for row in rows]
-
-
-def _one_of(column: str, numbers: Sequence[int]) -> str:
-    return f"{column} IN ({', '.join(map(str, numbers))})" if numbers else "0"

@@ -250,33 +250,27 @@ class Index(RunStatistics):
             sql = f"SELECT count(*) FROM runs WHERE {matching.sql}"
             return int(connection.execute(sql, matching.values).fetchone()[0])
 
-    def conversations(self) -> Iterator[tuple[str, str, list[str], str]]:
-        """Yield the newest calls that a conversation may continue, oldest first.
+    def conversations(
+        self, since: float | None = None
+    ) -> Iterator[tuple[float, str, str, list[str], str]]:
+        """Yield the calls that a conversation may continue, oldest first: the newest, or `since`.
 
-        Each is (hash of the request, run id, ids of the tool calls, text of the answer), the
-        arguments of `Conversations.learn`.
+        Each is (time, hash of the request, run id, ids of the tool calls, text of the answer); the
+        last four are the arguments of `Conversations.learn`. Times are the calls' own, in unix
+        seconds.
         """
         newest = "SELECT time, event FROM asked ORDER BY time DESC, event DESC LIMIT 1 OFFSET ?"
-        last = next(iter(self._all(newest, (self._conversations,))), (-1e308, 0))
+        before_all = since if since is not None else -1e308, 0
+        known = self._all(newest, (self._conversations,)) if since is None else []
+        last = known[0] if known else before_all
         while True:
             some = self._all(_CONVERSATIONS, (*last, PAGE))
             for time, event, request, run_id, answer in some:
                 last = (time, event)
                 ids, text = orjson.loads(answer)
-                yield request, run_id, ids, text
+                yield time, request, run_id, ids, text
             if len(some) < PAGE:
                 return
-
-    def conversations_since(self, time: float) -> list[tuple[float, str, str, list[str], str]]:
-        """Return the calls since then, oldest first: their time, and as `conversations` has them.
-
-        The time is the calls' own, in unix seconds.
-        """
-        return [
-            (at, request, run_id, ids, text)
-            for at, _, request, run_id, answer in self._all(_CONVERSATIONS, (time, 0, -1))
-            for ids, text in [orjson.loads(answer)]
-        ]
 
     def _counting(self, query: RunFilter) -> AbstractContextManager[sqlite3.Connection]:
         return self.reading()

@@ -6,7 +6,6 @@ rules.
 """
 
 import math
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import orjson
@@ -105,7 +104,7 @@ class MergedRun:
         elif fact.kind == "reward":
             about = fact.about
             reward = [about[name] for name in _REWARD]
-            self.rewards = _newest_by_giver([*self.rewards, reward]) if self.rewards else [reward]
+            self.rewards = _newest([*self.rewards, reward], by_giver=True)
         elif fact.kind == "run" and (
             self.described is None or [fact.time, fact.id] > self.described[:2]
         ):
@@ -123,8 +122,8 @@ class MergedRun:
         )
         started, seconds, error, infrastructure, tags, given, turns, *heads = more
         run_input, output, imported, redacted, owner = heads
-        by_giver = _newest_by_giver([*given, *self.rewards]) if given else self.rewards
-        rewards = _newest_rewards(by_giver) if len(by_giver) > 1 else by_giver
+        by_giver = _newest([*given, *self.rewards], by_giver=True) if given else self.rewards
+        rewards = _newest(by_giver)
         findings = [(reward[1], reward[2]) for reward in rewards if is_finding(reward[1])]
         if findings:
             rewards = [reward for reward in rewards if not is_finding(reward[1])]
@@ -159,7 +158,11 @@ class MergedRun:
             output,
             redacted or self.redacted,
             owner,
-            tuple(map(_as_given, by_giver)) if any(reward[5] for reward in by_giver) else (),
+            tuple(
+                (name, source, value, turn, giver, when)
+                for name, source, value, when, turn, giver in by_giver
+                if any(reward[5] for reward in by_giver)
+            ),
         )
 
     def _description_from_calls(self) -> tuple[Any, ...]:
@@ -197,29 +200,17 @@ def _union(known: list[str], more: list[str]) -> list[str]:
     return sorted({*known, *more})
 
 
-def _newest_by_giver(rewards: Iterable[list[Any]]) -> list[list[Any]]:
-    """Return the newest reward of each name, source, turn and giver, sorted by these."""
+def _newest(rewards: list[list[Any]], *, by_giver: bool = False) -> list[list[Any]]:
+    """Return the newest reward, by (time, value), of each name, source and turn, sorted by these.
+
+    `by_giver`: and of each giver.
+    """
+    if len(rewards) < 2:
+        return rewards
     kept: dict[tuple[str, str, int, str], list[Any]] = {}
     for reward in rewards:
-        key = (reward[0], reward[1], -1 if reward[4] is None else reward[4], reward[5])
-        _keep_newer(kept, key, reward)
+        name, source, value, when, turn, giver = reward
+        key = (name, source, -1 if turn is None else turn, giver if by_giver else "")
+        if key not in kept or (when, value) >= (kept[key][3], kept[key][2]):
+            kept[key] = reward
     return [kept[key] for key in sorted(kept)]
-
-
-def _newest_rewards(rewards: Iterable[list[Any]]) -> list[list[Any]]:
-    """Return the newest reward, by (time, value), of each name, source and turn, sorted."""
-    kept: dict[tuple[str, str, int], list[Any]] = {}
-    for reward in rewards:
-        _keep_newer(kept, (reward[0], reward[1], -1 if reward[4] is None else reward[4]), reward)
-    return [kept[key] for key in sorted(kept)]
-
-
-def _keep_newer(kept: dict[Any, list[Any]], key: tuple[Any, ...], reward: list[Any]) -> None:
-    other = kept.get(key)
-    if other is None or (reward[3], reward[2]) >= (other[3], other[2]):
-        kept[key] = reward
-
-
-def _as_given(reward: list[Any]) -> GivenReward:
-    name, source, value, when, turn, giver = reward
-    return name, source, value, turn, giver, when

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from cray_agents.errors import StoreError
+from cray_agents.errors import StoreError, store_errors
 from cray_agents.paths import Home, host_cache
 from cray_agents.records import new_id
 from cray_agents.runtime.disk.durable import create_file
@@ -176,12 +176,11 @@ def cache_of(home: Home) -> Path:
     """
     root = os.path.realpath(home.root)
     directory = host_cache() / hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
-    try:
+    path = directory / f"index-{INDEX_VERSION}.sqlite"
+    with store_errors(f"cannot write the index in {directory}"):
         directory.mkdir(mode=0o700, exist_ok=True)
         (directory / "root").write_bytes(os.fsencode(root))
-        _remove_old(directory, path := directory / f"index-{INDEX_VERSION}.sqlite")
-    except OSError as error:
-        raise StoreError(f"cannot write the index in {directory}: {error.strerror}") from error
+        _remove_old(directory, path)
     return path
 
 

@@ -12,12 +12,12 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from cray_agents.errors import Corrupt, StoreError
+from cray_agents.errors import Corrupt, StoreError, store_errors
 from cray_agents.runtime.disk.checksums import is_whole
 from cray_agents.runtime.disk.durable import names_in
 from cray_agents.runtime.store.segments import frames
@@ -221,7 +221,7 @@ class Segments:
 
     def list(self) -> Listing:
         """List the segments that no other replaces, by stem. Raises StoreError."""
-        try:
+        with _reading(self.directory):
             forms = self._current_forms()
             pairs = ((stem, self._known(stem)) for stem in forms if forms[stem] == SEALED)
             sealed = self._sealed = {stem: known for stem, known in pairs if known}
@@ -233,8 +233,6 @@ class Segments:
                     segments.append(Segment(stem, path, True, sealed[stem][0]))
                 elif forms[stem] != SEALED and (segment := self.find(stem)):
                     segments.append(segment)
-        except OSError as error:
-            raise _read_error(self.directory, error) from error
         self._handles.drop_open({segment.stem for segment in segments if not segment.sealed})
         return segments
 
@@ -242,12 +240,8 @@ class Segments:
         """Return the segment of a stem, also one that another replaces; None if it is gone."""
         for form in (SEALED, *reversed(FORMS)):
             path = self.directory / f"{stem}{form}"
-            try:
+            with _reading(path), suppress(FileNotFoundError):
                 return Segment(stem, path, form == SEALED, path.stat().st_size)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                raise _read_error(path, error) from error
         return None
 
     def replaced_stems(self, stem: str) -> Stems:
@@ -260,13 +254,8 @@ class Segments:
 
         Raises Moved, StoreError.
         """
-        try:
-            with self._handles.use(stem) as handle:
-                return handle.table.footer if handle.sealed else None
-        except StoreError:
-            raise
-        except OSError as error:
-            raise _read_error(self.directory / stem, error) from error
+        with _reading(self.directory / stem), self._handles.use(stem) as handle:
+            return handle.table.footer if handle.sealed else None
 
     def lines(self, stem: str) -> int | None:
         """Return the number of lines of a sealed segment; None as for `footer`."""
@@ -287,12 +276,8 @@ class Segments:
             except Moved:
                 raise
             except OSError:  # the file under the handle is gone, replaced, or cached in part
-                try:
+                with _reading(self.directory / stem):
                     self._fetch(stem, wanted, lines, fresh=True)
-                except StoreError:
-                    raise
-                except OSError as error:
-                    raise _read_error(self.directory / stem, error) from error
         return lines
 
     def read(self, stem: str, offset: int = 0) -> Iterator[SegmentLine | Damage]:
@@ -301,17 +286,12 @@ class Segments:
         An open segment ends before its torn last line. It also ends before a line with zero bytes,
         which other hosts see before the data arrives. Raises Moved, StoreError.
         """
-        try:
-            handle = open_segment(self.directory, stem)
-            try:
-                lines = _lines_of_sealed if handle.sealed else _lines_of_open
-                yield from lines(stem, handle, offset)
-            finally:
-                handle.close()
-        except StoreError:
-            raise
-        except OSError as error:
-            raise _read_error(self.directory / stem, error) from error
+        with (
+            _reading(self.directory / stem),
+            closing(open_segment(self.directory, stem)) as handle,
+        ):
+            lines = _lines_of_sealed if handle.sealed else _lines_of_open
+            yield from lines(stem, handle, offset)
 
     def close(self) -> None:
         """Close the files. Later reads open them again."""
@@ -374,10 +354,16 @@ def _verify(line: bytes, place: LinePlace, handle: Handle) -> bytes:
     return line
 
 
-def _read_error(path: Path, error: OSError) -> StoreError:
-    if error.errno == errno.ESTALE:
-        return Moved(f"{path} is gone: another host has removed it")
-    return StoreError(f"cannot read {path}: {error.strerror or error}")
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raise Moved or StoreError for a system error."""
+    try:
+        with store_errors(f"cannot read {path}"):
+            yield
+    except StoreError as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ESTALE:
+            raise Moved(f"{path} is gone: another host has removed it") from error
+        raise
 
 
 def _lines_of_open(stem: str, handle: Handle, offset: int) -> Iterator[SegmentLine | Damage]:

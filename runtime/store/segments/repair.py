@@ -14,12 +14,12 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from cray_agents.errors import StoreError
+from cray_agents.errors import store_errors
 from cray_agents.records import new_id
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.store.segments.line_format import (
@@ -58,19 +58,16 @@ def seal_orphans(
     than a day. Segments that cannot be sealed are logged and left for the next call. Raises
     StoreError if the directory cannot be read or written.
     """
-    try:
-        names = sorted(os.listdir(directory))  # noqa: PTH208  only names are used
+    with store_errors(f"cannot look after {directory}"):
+        names = sorted(durable.names_in(directory))
         now = file_system_time(directory) if names else 0.0
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise StoreError(f"cannot look after {directory}: {error.strerror or error}") from error
     sealed = []
     for name in names:
         path = directory / name
         try:
-            if is_draft(name):
-                _drop_stale(path, now)
+            if is_draft(name) and now - path.stat().st_mtime > STALE:
+                path.unlink()
+                log.info("removed %s, which was never finished", path)
             elif (left := _take_over(path, is_own, now - older_than)) is not None:
                 sealed.append(seal(left))
                 log.info("sealed %s, which its writer had left", left)
@@ -132,13 +129,6 @@ def _take_over(path: Path, is_own: Callable[[str], bool], before: float) -> Path
     return left
 
 
-def _drop_stale(path: Path, now: float) -> None:
-    if now - path.stat().st_mtime > STALE:
-        with suppress(FileNotFoundError):
-            path.unlink()
-            log.info("removed %s, which was never finished", path)
-
-
 DAMAGED = "damaged"  # the folder for damaged files, within that of the segments
 
 Kind = Literal[
@@ -172,20 +162,18 @@ def check(directory: Path, older_than: float = ORPHANED) -> Iterator[Finding]:
 
     A writer counts as dead `older_than` seconds after its last append. Raises StoreError.
     """
-    try:
-        names = sorted(os.listdir(directory))  # noqa: PTH208  only names are used
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise StoreError(f"cannot read {directory}: {error.strerror or error}") from error
+    with store_errors(f"cannot read {directory}"):
+        existing = durable.names_in(directory)
     segments = Segments(directory)
-    in_use = {segment.stem for segment in segments.list()}
-    existing = set(names)
-    for name in names:
+    in_use = {segment.stem for segment in segments.list()} if existing else set()
+    for name in sorted(existing):
         named, path = name_of(name), directory / name
-        try:
+        with store_errors(f"cannot read {path}"), suppress(FileNotFoundError, Moved):
+            # these two: sealed or compacted meanwhile
             if is_draft(name):
-                yield from _check_draft(path)
+                if time.time() - path.stat().st_mtime > STALE:
+                    message = "a file that was never finished"
+                    yield Finding("", str(path), "leftover", 0, 0, 0, message, True, 0)
             elif named is None:
                 continue
             elif named.form != SEALED and named.stem + SEALED in existing:
@@ -196,12 +184,6 @@ def check(directory: Path, older_than: float = ORPHANED) -> Iterator[Finding]:
                 yield from _check_sealed(segments, named, path)
             else:
                 yield from _check_open(segments, named, path, older_than)
-        except (FileNotFoundError, Moved):  # sealed or compacted meanwhile
-            continue
-        except StoreError:
-            raise
-        except OSError as error:
-            raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def repair(directory: Path, finding: Finding, older_than: float = ORPHANED) -> str:
@@ -211,30 +193,23 @@ def repair(directory: Path, finding: Finding, older_than: float = ORPHANED) -> s
     """
     if not finding.repairable:
         return "left as it is"
-    segments = Segments(directory)
-    try:
-        if finding.kind == "leftover" and not finding.segment:
+    stem = finding.segment
+    with store_errors(f"cannot mend {finding.path}"), closing(Segments(directory)) as segments:
+        if finding.kind == "leftover" and not stem:
             Path(finding.path).unlink(missing_ok=True)
             return "removed"
         if finding.kind == "leftover":
             gone = remove_replaced(directory)
-            return "removed" if finding.segment in gone else "left as it is: it may be needed"
-        segment = segments.find(finding.segment)
+            return "removed" if stem in gone else "left as it is: it may be needed"
+        segment = segments.find(stem)
         if segment is None:
             return "mended already"
         if not segment.sealed or finding.kind == "unfinished":
-            stem = finding.segment
             seal_orphans(directory, lambda other: other != stem, older_than)
             segment = segments.find(stem)
             if segment is None or not segment.sealed:
                 return "left as it is: its writer may live"
-        return _rewrite(segments, finding.segment) or "sealed"
-    except StoreError:
-        raise
-    except OSError as error:
-        raise StoreError(f"cannot mend {finding.path}: {error.strerror or error}") from error
-    finally:
-        segments.close()
+        return _rewrite(segments, stem) or "sealed"
 
 
 def _rewrite(segments: Segments, stem: str) -> str | None:
@@ -268,12 +243,6 @@ def _finding(
     return Finding(named.stem, str(path), kind, *span, message, repairable, lost)
 
 
-def _check_draft(path: Path) -> Iterator[Finding]:
-    if time.time() - path.stat().st_mtime > STALE:
-        message = "a file that was never finished"
-        yield Finding("", str(path), "leftover", 0, 0, 0, message, True, 0)
-
-
 def _check_open(
     segments: Segments, named: Name, path: Path, older_than: float
 ) -> Iterator[Finding]:
@@ -296,18 +265,17 @@ def _check_open(
 
 
 def _check_sealed(segments: Segments, named: Name, path: Path) -> Iterator[Finding]:
-    handle = open_segment(segments.directory, named.stem)
-    try:
+    with closing(open_segment(segments.directory, named.stem)) as handle:
         if not handle.sealed:
             return
         intact = True
         for finding in chain(_check_end(named, handle), _check_lines(segments, named, handle)):
             intact = False
             yield finding
-        if intact:
-            yield from _check_unread_bytes(named, handle)
-    finally:
-        handle.close()
+        footer, at = handle.table.footer, handle.table.end
+        if intact and footer is not None and crc_of(handle.file, at) != footer.crc:
+            message = "some bytes that nobody reads are damaged"
+            yield _finding(named, handle.path, "damaged", message)
 
 
 def _check_end(named: Name, handle: Handle) -> Iterator[Finding]:
@@ -331,10 +299,3 @@ def _check_lines(segments: Segments, named: Name, handle: Handle) -> Iterator[Fi
         alone = item.message == BAD_LINE
         lost = 1 if alone else table[table.find(item.offset)].lines
         yield _finding(named, handle.path, "lost", item.message, span, lost)
-
-
-def _check_unread_bytes(named: Name, handle: Handle) -> Iterator[Finding]:
-    """Yield the defects of a file whose lines are all readable."""
-    footer, at = handle.table.footer, handle.table.end
-    if footer is not None and crc_of(handle.file, at) != footer.crc:
-        yield _finding(named, handle.path, "damaged", "some bytes that nobody reads are damaged")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from cray_agents.errors import Corrupt, StoreError
+from cray_agents.errors import Corrupt, StoreError, store_errors
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.disk.checksums import is_whole
 from cray_agents.runtime.store.segments import frames
@@ -155,7 +155,7 @@ def seal(path: Path) -> Path:
         raise ValueError(f"{path.name} is not a segment")
     stem = named.stem
     target = path.with_name(stem + SEALED)
-    try:
+    with store_errors(f"cannot seal {path}"):
         source = _open_either(path.parent, stem)
         if source is None:
             if target.exists():
@@ -163,11 +163,10 @@ def seal(path: Path) -> Path:
             raise StoreError(f"cannot seal {path}: it is gone")
         with source:
             _publish(source, _Source(source), target)
-            _remove(source, path.parent, stem)
-    except StoreError:
-        raise
-    except OSError as error:
-        raise StoreError(f"cannot seal {path}: {error.strerror or error}") from error
+            for form in (OPEN, LEFT):
+                opened = path.with_name(stem + form)
+                if _is_same_file(source, opened):
+                    opened.unlink(missing_ok=True)
     return target
 
 
@@ -184,7 +183,7 @@ def write_sealed(
     if replaces and not stem.startswith(COMPACTED):
         raise ValueError(f"the stem {stem!r} of a segment that replaces others: not {COMPACTED}...")
     target = directory / f"{stem}{SEALED}"
-    try:
+    with store_errors(f"cannot write {target}"):
         directory.mkdir(parents=True, exist_ok=True)
         draft = draft_of(target)
         try:
@@ -193,10 +192,6 @@ def write_sealed(
         finally:
             draft.unlink(missing_ok=True)
         durable.sync(directory)
-    except StoreError:
-        raise
-    except OSError as error:
-        raise StoreError(f"cannot write {target}: {error.strerror or error}") from error
     return target
 
 
@@ -222,7 +217,8 @@ def _publish(file: BinaryIO, source: _Source, target: Path) -> None:
     draft = draft_of(target)
     try:
         footer = _write_draft(draft, source, torn=lambda: source.torn)
-        if not _is_still_open(file, target.parent, target.name.removesuffix(SEALED)):
+        stem = target.name.removesuffix(SEALED)
+        if not any(_is_same_file(file, target.with_name(stem + form)) for form in (OPEN, LEFT)):
             return  # sealed by another process, maybe even compacted: it must not come back
         try:
             os.link(draft, target)
@@ -262,18 +258,6 @@ def _open_either(directory: Path, stem: str) -> BinaryIO | None:
         except FileNotFoundError:
             continue
     return None
-
-
-def _is_still_open(file: BinaryIO, directory: Path, stem: str) -> bool:
-    """Tell whether an open segment's file still has one of its names."""
-    return any(_is_same_file(file, directory / f"{stem}{form}") for form in (OPEN, LEFT))
-
-
-def _remove(file: BinaryIO, directory: Path, stem: str) -> None:
-    for form in (OPEN, LEFT):
-        path = directory / f"{stem}{form}"
-        if _is_same_file(file, path):
-            path.unlink(missing_ok=True)
 
 
 def _is_same_file(file: BinaryIO, path: Path) -> bool:

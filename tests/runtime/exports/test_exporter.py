@@ -23,6 +23,7 @@ from cray_agents.runtime.datasets.token_shards import SampleRow, ShardWriter
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.exports import export_files
 from cray_agents.runtime.exports.export_files import ExportProgress
+from cray_agents.runtime.exports.export_format import LossRules
 from cray_agents.runtime.exports.exporter import (
     FORMATS,
     export,
@@ -30,7 +31,6 @@ from cray_agents.runtime.exports.exporter import (
     open_dataset,
     open_runs,
 )
-from cray_agents.runtime.exports.losses import LossRules
 from cray_agents.runtime.exports.sources import StoredRuns
 from tests.support.exports.small_runs import filled, name_of
 

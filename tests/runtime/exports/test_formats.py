@@ -15,12 +15,12 @@ from cray_agents.errors import BadInput
 from cray_agents.records import Run, Task, ToolCall, Trajectory, Turn
 from cray_agents.runtime.exports.export_files import TableFormat
 from cray_agents.runtime.exports.export_format import (
+    LOSSES,
     LineFormat,
     Written,
     line_of,
 )
 from cray_agents.runtime.exports.exporter import FORMATS, LINE_FORMATS
-from cray_agents.runtime.exports.losses import LOSSES
 from cray_agents.runtime.exports.sources import run_of_demonstration
 from tests.support.exports.example_runs import called, chat, made
 

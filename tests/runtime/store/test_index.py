@@ -248,7 +248,7 @@ def test_only_the_newest_conversations_are_kept(tmp_path: Path) -> None:
     for n in numbers:
         fill(index, [call(f"c{n}", f"r{n}", float(n), asked=f"h{n}", said=[[f"i{n}"], "x"])])
     assert list(index.conversations()) == [
-        (f"h{n}", f"r{n}", [f"i{n}"], "x") for n in range(350, 400)
+        (n, f"h{n}", f"r{n}", [f"i{n}"], "x") for n in range(350, 400)
     ]
     index.close()
 

@@ -113,7 +113,7 @@ def check(index: Index, facts: list[Fact], at: dict[str, Placed]) -> None:
         for kind, found in (("call", places.calls), ("reward", places.rewards)):
             assert set(found) == {at[fact.id].place for fact in mine if fact.kind == kind}
     asked = [fact for fact in left if "asked" in fact.about]
-    assert {said[:2] for said in index.conversations()} == {
+    assert {said[1:3] for said in index.conversations()} == {
         (fact.about["asked"], fact.run_id) for fact in asked
     }
 

@@ -257,7 +257,7 @@ async def test_two_runs_are_compared_turn_by_turn(gateway: Gateway) -> None:
     assert diff["first"] == 1 and diff["turns"][1]["differs"] == ["answer"]
     assert diff["tokens"]["first"]["turn"] == 2
     same = await get(gateway, "/v1/trajectories/diff?a=one&b=one")
-    assert same["first"] is None and same["messages"] == []
+    assert same["first"] is None and same["rewards"] == []
     for query, code in (("a=one", "invalid_value"), ("a=one&b=none", "not_found")):
         _, refused = await gateway.call("GET", f"/v1/trajectories/diff?{query}")
         assert refused["error"]["code"] == code

@@ -26,8 +26,7 @@ from cray_agents.records import (
     Trajectory,
     Turn,
 )
-from cray_agents.runtime.exports.export_format import Written, line_of
-from cray_agents.runtime.exports.losses import LOSSES
+from cray_agents.runtime.exports.export_format import LOSSES, Written, line_of
 from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.calculator import calculator
