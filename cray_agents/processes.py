@@ -87,8 +87,10 @@ def start_time(pid: int) -> int | None:
 
 
 def boot_id() -> str:
-    """Return the id of this machine's present boot."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    """Return the id of this machine's present boot; "" where the system has none."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
 
 
 def pid_namespace() -> str:

@@ -27,7 +27,7 @@ from cray_agents.records import (
     is_finding,
     scanned_tags,
 )
-from cray_agents.runtime.store.segments.facts import ending_of
+from cray_agents.runtime.store.segments.line_format import ending_of
 
 
 def assemble(

@@ -19,8 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from cray_agents.errors import Corrupt
 from cray_agents.runtime.store.index import Index
-from cray_agents.runtime.store.segments.facts import facts_of
-from cray_agents.runtime.store.segments.line_format import COMPACTED, Placed, event_in
+from cray_agents.runtime.store.segments.line_format import COMPACTED, Placed, event_in, facts_of
 from cray_agents.runtime.store.segments.reader import Damage, Moved, Segment, Segments
 
 GATHER_INTERVAL = 0.5  # seconds; who reads does not wait for its end

@@ -32,8 +32,14 @@ from cray_agents.runtime.store.index import Index, Places, RunFacts, cache_of, i
 from cray_agents.runtime.store.index.statistics import RunStatistics
 from cray_agents.runtime.store.indexing import Indexing, catch_up
 from cray_agents.runtime.store.redaction import Redactor
-from cray_agents.runtime.store.segments.facts import Fact, facts_of
-from cray_agents.runtime.store.segments.line_format import LinePlace, Placed, event_in, line_of
+from cray_agents.runtime.store.segments.line_format import (
+    Fact,
+    LinePlace,
+    Placed,
+    event_in,
+    facts_of,
+    line_of,
+)
 from cray_agents.runtime.store.segments.reader import Damage, Moved, Segments
 from cray_agents.runtime.store.segments.repair import ORPHANED, seal_orphans
 from cray_agents.runtime.store.segments.writer import SegmentWriter

@@ -24,8 +24,7 @@ from cray_agents.records import Message, ModelCall, Reward, Run, Turn, canonical
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.assembly import choose_turns, comparable_message, newest_rewards
 from cray_agents.runtime.store.index import Places, RunFacts
-from cray_agents.runtime.store.segments.facts import head_of
-from cray_agents.runtime.store.segments.line_format import LinePlace
+from cray_agents.runtime.store.segments.line_format import LinePlace, head_of
 from cray_agents.runtime.store.segments.reader import Moved
 
 CACHED_BYTES = 128 * 2**20  # of the tools' results in cached layouts

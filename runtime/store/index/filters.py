@@ -1,4 +1,4 @@
-"""Filters: translate run filters and orders to SQL over the table `runs` of schema.py; read pages.
+"""Filters: translate run filters and orders to SQL over the table `runs`; read pages.
 
 Columns that the order does not use are written `+column`. SQLite then scans the index of the order
 and compares as it goes, instead of gathering all matches of a column and sorting them.
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from cray_agents.errors import NotFound
 from cray_agents.queries import RunFilter, RunQuery
+from cray_agents.runtime.store.index.database import any_version, name_code, to_rank
 from cray_agents.runtime.store.index.run_merge import MergedRun, RunFacts
-from cray_agents.runtime.store.index.schema import any_version, name_code, to_rank
 
 _SORTED = {
     "id": ("id",),

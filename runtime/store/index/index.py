@@ -4,10 +4,10 @@ It is one SQLite file on this host's own disk, used by all processes of the host
 without loss, for the segments hold everything. Filled and queried by store.py, in any thread.
 
 The first page of any filter takes one scan of a SQLite index with all columns that filters compare
-(see schema.py). With 1,000,000 runs that is a fraction of a second, also if few runs match or none.
+(database.py). With 1,000,000 runs that is a fraction of a second, also if few runs match or none.
 
-Read next: schema.py, intake.py and run_merge.py (adding events), filters.py and statistics.py
-(queries), database.py (the file).
+Read next: intake.py and run_merge.py (adding events), filters.py and statistics.py (queries),
+database.py (the file).
 """
 
 import sqlite3
@@ -20,11 +20,10 @@ import orjson
 
 from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.runtime.store.index import filters, intake
-from cray_agents.runtime.store.index.database import Database
+from cray_agents.runtime.store.index.database import CALL, FORGET, REWARD, Codes, Database
 from cray_agents.runtime.store.index.filters import facts_in, read_page, start_key
 from cray_agents.runtime.store.index.intake import Intake, event_key, rows_in
 from cray_agents.runtime.store.index.run_merge import RunFacts
-from cray_agents.runtime.store.index.schema import CALL, FORGET, REWARD, Codes
 from cray_agents.runtime.store.index.statistics import RunStatistics
 from cray_agents.runtime.store.segments.line_format import LinePlace, Placed
 from cray_agents.runtime.store.segments.reader import Damage

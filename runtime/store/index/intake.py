@@ -13,10 +13,9 @@ from typing import Any
 
 import orjson
 
+from cray_agents.runtime.store.index.database import FORGET, KINDS, Codes, any_version, to_rank
 from cray_agents.runtime.store.index.run_merge import MergedRun
-from cray_agents.runtime.store.index.schema import FORGET, KINDS, Codes, any_version, to_rank
-from cray_agents.runtime.store.segments.facts import Fact
-from cray_agents.runtime.store.segments.line_format import Placed
+from cray_agents.runtime.store.segments.line_format import Fact, Placed
 
 PUT = (256, 64, 16, 4, 1)  # rows inserted by one statement
 SIZES = (1, 16, 128, 1024)  # values in one SELECT; few sizes, so few statements to prepare

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from cray_agents.records import UNSCORED, GivenReward, is_finding, scanned_tags
-from cray_agents.runtime.store.segments.facts import Fact
+from cray_agents.runtime.store.segments.line_format import Fact
 
 
 class RunFacts(NamedTuple):

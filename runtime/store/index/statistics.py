@@ -14,8 +14,8 @@ from typing import Any
 
 from cray_agents.errors import BadInput
 from cray_agents.queries import RunFilter
+from cray_agents.runtime.store.index.database import codes_of, from_rank, name_code
 from cray_agents.runtime.store.index.filters import SqlCondition, facts_in, match_condition
-from cray_agents.runtime.store.index.schema import codes_of, from_rank, name_code
 
 _NAMED = ("agent", "model", "loop", "split", "stop_reason", "error", "key")  # hold codes
 GROUPS = {

@@ -5,6 +5,9 @@
 `crc` is zlib's CRC-32 over the line's bytes before `,"crc"`, as 8 hex digits. A line can thus be
 verified anywhere, and is still plain JSON. Written by store.py; read by store.py, indexing.py
 and compaction.py. The names of segment files are parsed here too.
+
+The facts of an event are the few plain values that the index keeps. Increase the version of the
+index (index/database.py) when they change; they are then extracted again.
 """
 
 from pathlib import Path
@@ -15,10 +18,132 @@ from pydantic_core import from_json
 
 from cray_agents.errors import Corrupt, StoreError
 from cray_agents.exact_json import dump_json
-from cray_agents.records import Event, new_id
+from cray_agents.messages import text_of, text_or_json
+from cray_agents.records import Event, StopReason, new_id
 from cray_agents.runtime.disk.checksums import is_whole, with_crc
-from cray_agents.runtime.store.segments.facts import Fact
 
+HEAD = 160  # characters of an input or output that are kept
+ANSWER_HEAD = 200  # characters of an answer that identify it
+
+
+class Fact(NamedTuple):
+    """The facts of one event. The keys of `about` depend on the kind; its values are JSON.
+
+    call: model, started, seconds, ending, tags, prompt, cached, sampled (tokens), redacted, owner;
+    and if a conversation may continue it: asked (a hash of its request), said ([tool call ids],
+    text).
+    run: model, agent, loop, generation, attempt, task, split, stop_reason, started, seconds, error,
+    infrastructure, tags, rewards ([[name, source, value, time, turn, giver]]), turns, input and
+    output (heads), imported, redacted, owner.
+    reward: name, source, value, time, turn, giver.     forget: reason.
+    `generation` is a run's iteration, which bodies of earlier versions call so.
+    """
+
+    id: str
+    run_id: str
+    kind: str
+    time: float
+    about: dict[str, Any]
+
+
+def facts_of(event: dict[str, Any]) -> Fact:
+    """Return the facts of an event, given as in a line. Raises KeyError, TypeError if invalid."""
+    kind, body = event["kind"], event["body"]
+    if kind == "call":
+        about = _call_facts(body)
+    elif kind == "run":
+        about = _run_facts(body)
+    elif kind == "reward":
+        about = _reward_facts(body)
+    elif kind == "forget":
+        about = {"reason": str(body.get("reason", ""))}
+    else:
+        raise TypeError(f"an event of an unknown kind {kind!r}")
+    return Fact(str(event["id"]), str(event["run_id"]), kind, float(event["time"]), about)
+
+
+def _call_facts(body: dict[str, Any]) -> dict[str, Any]:
+    about = {
+        "model": body["model"],
+        "started": float(body["started"]),
+        "seconds": float(body.get("seconds") or 0.0),
+        "ending": ending_of(body.get("finish_reason"), body.get("message") or {}),
+        "tags": body.get("tags") or [],
+        "prompt": _prompt_length(body),
+        "cached": int(body.get("cached_tokens") or 0),
+        "sampled": len(body.get("token_ids") or ()),
+        "redacted": bool(body.get("redacted")),
+        "owner": body.get("owner") or "",
+    }
+    if body.get("asked"):
+        answer = body["message"]
+        ids = [str(call.get("id")) for call in answer.get("tool_calls") or ()]
+        about["asked"] = body["asked"]
+        about["said"] = [ids, text_of(answer).strip()[:ANSWER_HEAD]]
+    return about
+
+
+def _prompt_length(body: dict[str, Any]) -> int:
+    """Return the number of a call's prompt tokens; of a delta, with those it goes on from."""
+    if after := body.get("after"):
+        return int(after["tokens"]) + len(body["added_tokens"])
+    return len(body.get("prompt_token_ids") or ())
+
+
+def _run_facts(body: dict[str, Any]) -> dict[str, Any]:
+    task, error = body.get("task") or {}, body.get("error") or {}
+    return {
+        "model": body["model"],
+        "agent": body["agent"],
+        "loop": body.get("loop"),
+        "generation": body.get("iteration", body.get("generation")),
+        "attempt": body.get("attempt"),
+        "task": task.get("id"),
+        "split": task.get("split", "train") if task else None,
+        "stop_reason": body["stop_reason"],
+        "started": float(body.get("started") or 0.0),
+        "seconds": float(body.get("seconds") or 0.0),
+        "error": error.get("type"),
+        "infrastructure": bool(error.get("infrastructure")),
+        "tags": body.get("tags") or [],
+        "rewards": [list(_reward_facts(reward).values()) for reward in body.get("rewards") or ()],
+        "turns": len((body.get("trajectory") or {}).get("turns") or ()),
+        "input": head_of(body["input"]),
+        "output": head_of(text_or_json(body.get("output"))),
+        "imported": body.get("imported"),
+        "redacted": bool(body.get("redacted")),
+        "owner": body.get("owner") or "",
+    }
+
+
+def _reward_facts(body: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": body["name"],
+        "source": body.get("source", "function"),
+        "value": float(body["value"]),
+        "time": float(body["time"]),
+        "turn": body.get("turn"),
+        "giver": body.get("giver") or "",
+    }
+
+
+def ending_of(finish_reason: Any, answer: dict[str, Any]) -> StopReason:
+    """Return the stop reason of an undescribed run, from the end and message of its last call."""
+    if finish_reason == "cancelled":
+        return StopReason.cancelled
+    if finish_reason == "error":
+        return StopReason.error
+    if answer.get("tool_calls"):
+        return StopReason.unanswered
+    return StopReason.max_tokens if finish_reason == "length" else StopReason.completed
+
+
+def head_of(text: str) -> str:
+    """Return the head of an input or output that the index keeps."""
+    return text if len(text) <= HEAD else text[: HEAD - 1] + "…"
+
+
+# ---- lines
 QUOTED = 60  # bytes of a bad line that a message quotes
 
 

@@ -24,8 +24,7 @@ from typing import NamedTuple
 from cray_agents.errors import StoreError
 from cray_agents.runtime.disk.group_commit import CommitCounts, GroupCommit
 from cray_agents.runtime.disk.journal import LineFile
-from cray_agents.runtime.store.segments.facts import Fact
-from cray_agents.runtime.store.segments.line_format import FORMS, OPEN, LinePlace, Placed
+from cray_agents.runtime.store.segments.line_format import FORMS, OPEN, Fact, LinePlace, Placed
 from cray_agents.runtime.store.segments.sealed import seal
 
 ROLL_BYTES = 64 * 2**20  # a larger file is left for a new one

@@ -10,8 +10,7 @@ import pytest
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.runtime.store.index import Index, Places, RunFacts
-from cray_agents.runtime.store.segments.facts import Fact
-from cray_agents.runtime.store.segments.line_format import LinePlace
+from cray_agents.runtime.store.segments.line_format import Fact, LinePlace
 from cray_agents.runtime.store.segments.reader import Damage
 from tests.support.store.made_up_facts import call, described, expected_runs, forget, placed, reward
 

@@ -89,7 +89,7 @@ def test_an_index_of_another_boot_is_started_again(
     filled(path).close()
     boot = tmp_path / "boot_id"
     boot.write_text("another boot\n")
-    monkeypatch.setattr("cray_agents.runtime.store.index.schema.BOOT", boot)
+    monkeypatch.setattr("cray_agents.runtime.store.index.database.boot_id", boot.read_text)
     index = Index(path, "root")
     assert index.progress() == {}
     index.close()

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from cray_agents.queries import RunQuery
 from cray_agents.runtime.store.index import Index
-from cray_agents.runtime.store.segments.facts import Fact
-from cray_agents.runtime.store.segments.line_format import Placed
+from cray_agents.runtime.store.segments.line_format import Fact, Placed
 from tests.support.store.made_up_facts import call, described, expected_runs, forget, live, placed
 
 pytestmark = pytest.mark.slow

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from cray_agents.runtime.store.index import Index
 from cray_agents.runtime.store.indexing import Indexing
-from cray_agents.runtime.store.segments.facts import Fact
-from cray_agents.runtime.store.segments.line_format import LinePlace, Placed
+from cray_agents.runtime.store.segments.line_format import Fact, LinePlace, Placed
 
 
 def reward(number: int, segment: str, about: dict[str, object]) -> Placed:

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cray_agents.runtime.store.index import RunFacts
-from cray_agents.runtime.store.segments.facts import Fact
-from cray_agents.runtime.store.segments.line_format import LinePlace, Placed
+from cray_agents.runtime.store.segments.line_format import Fact, LinePlace, Placed
 
 
 def call(event_id: str, run_id: str, time: float = 1.0, **about: Any) -> Fact:

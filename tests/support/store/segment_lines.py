@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cray_agents.records import Event
-from cray_agents.runtime.store.segments.facts import Fact, facts_of
-from cray_agents.runtime.store.segments.line_format import LinePlace, line_of
+from cray_agents.runtime.store.segments.line_format import Fact, LinePlace, facts_of, line_of
 from cray_agents.runtime.store.segments.reader import Damage, SegmentLine, Segments
 
 
