@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cray_agents.errors import SchedulerError, SetupError
+from cray_agents.runtime.disk import durable
 from cray_agents.runtime.scheduler.gpu_placement import host_gpus
 from cray_agents.runtime.scheduler.site_environment import (
     INSTALL_LINE,
@@ -145,9 +146,7 @@ class PrivateCluster:
 
     def remember_id(self, job_id: int) -> None:
         """Remember an id that a caller knows, so that no later job gets it."""
-        draft = self.last_id.with_name("last-id.tmp")
-        draft.write_text(str(job_id))
-        draft.rename(self.last_id)
+        durable.replace_file(self.last_id, str(job_id).encode())
 
     def resume_drained(self) -> None:
         """Resume drained nodes. Called while jobs wait.
@@ -160,8 +159,9 @@ class PrivateCluster:
             self._call("scontrol", "update", f"nodename={','.join(drained)}", "state=resume")
 
     def _start(self) -> None:
-        link = self.directory / "run"
-        run = new_scratch()
+        link, short = self.directory / "run", tempfile.gettempdir()
+        short = short if len(short) < 40 else "/tmp"
+        run = Path(tempfile.mkdtemp(prefix="cray-slurm-", dir=short))  # this user's alone
         self._supervised = supervised = Supervised(self.directory, run)
         remove_scratch(link)
         link.symlink_to(run)
@@ -220,8 +220,10 @@ class PrivateCluster:
         """Write the daemons' configuration files."""
         address = loopback_address()
         controller, *ports = free_ports(1 + len(self.nodes), address)
-        version = slurm_version()
         host = socket.gethostname().split(".")[0]
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (1 << 20)  # MiB
+        # a killed controller may not have saved its last jobs
+        first_id = int(self.last_id.read_text()) + 1 if self.last_id.exists() else 1
         lines = [
             f"ClusterName={self._cluster_name()}",
             f"SlurmctldHost={host}({address})",
@@ -231,7 +233,7 @@ class PrivateCluster:
             "AuthType=auth/munge",
             "CredType=cred/munge",
             f"AuthInfo=socket={run}/munge.sock,cred_expire=5",
-            f"FirstJobId={self._next_id()}",
+            f"FirstJobId={first_id}",
             f"StateSaveLocation={run}/home/state",
             f"SlurmdSpoolDir={run}/%n",
             f"SlurmctldPidFile={run}/slurmctld.pid",
@@ -252,14 +254,14 @@ class PrivateCluster:
             lines.append(
                 f"NodeName={node} NodeHostname={host} NodeAddr={address} Port={port} Boards=1 "
                 f"SocketsPerBoard=1 CoresPerSocket={self.cpus} ThreadsPerCore=1 "
-                f"RealMemory={memory_mib()}{gres} State=UNKNOWN"
+                f"RealMemory={memory}{gres} State=UNKNOWN"
             )
         lines.append(
             "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP "
             f"AllowGroups={PARTITION_GROUP}"
         )
         self.configuration.write_text("\n".join(lines) + "\n")
-        if version >= (24, 5):  # older versions need no cgroup.conf and do not know this word
+        if slurm_version() >= (24, 5):  # older ones need no cgroup.conf and do not know this word
             (self.directory / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
 
     def _cluster_name(self) -> str:
@@ -268,10 +270,6 @@ class PrivateCluster:
         if not file.exists():
             file.write_text(f"cray{secrets.token_hex(4)}")
         return file.read_text().strip()
-
-    def _next_id(self) -> int:
-        """Return the first job id to use. A killed controller may not have saved its last jobs."""
-        return int(self.last_id.read_text()) + 1 if self.last_id.exists() else 1
 
 
 def munge_options(run: Path) -> list[str]:
@@ -294,12 +292,6 @@ def munge_options(run: Path) -> list[str]:
         f"--seed-file={run}/munge.seed",
         f"--log-file={run}/munged.log",
     ]
-
-
-def new_scratch() -> Path:
-    """Make a new short folder for the daemons' sockets, which only this user may enter."""
-    parent = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="cray-slurm-", dir=parent if len(parent) < 40 else "/tmp"))
 
 
 def loopback_address() -> str:
@@ -362,8 +354,3 @@ def user_name() -> str:
             f"user {os.getuid()} has no name on this host, and Slurm runs nothing for such a one: "
             "add it to /etc/passwd"
         ) from error
-
-
-def memory_mib() -> int:
-    """Return this machine's memory in MiB."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (1 << 20)

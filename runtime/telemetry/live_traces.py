@@ -100,17 +100,18 @@ class LiveTraces:
         """Return the trace of a call that begins. `named`: its client named the run."""
         above = parse_traceparent(traceparent)
         if above is None and named:
-            above = _run_context(run_id)
-        trace_id = above.trace_id if above is not None else _run_context(run_id).trace_id
+            above = _named_context(run_id)
+        trace_id = above.trace_id if above is not None else _named_context(run_id).trace_id
         flags = above.trace_flags if above is not None else _SAMPLED
-        span_id = int.from_bytes(os.urandom(8)) or 1
-        return CallTrace(SpanContext(trace_id, span_id, False, flags), above)
+        return CallTrace(_new_context(trace_id, flags), above)
 
     def end_call(self, trace: CallTrace, end: CallEnd) -> None:
         """Send the spans of a call."""
         body = end.body
         started, ended = float(body["started"]), float(body["started"]) + float(body["seconds"])
-        self._remember(str(body["id"]), ended)
+        self._ends[str(body["id"])] = ended
+        if len(self._ends) > REMEMBERED:
+            self._ends.popitem(last=False)
         links = []
         if end.job is not None:
             about = {"cray_agents.job": end.job, "cray_agents.link": "made the version"}
@@ -127,11 +128,12 @@ class LiveTraces:
             ("cray.swap.wait", taken, end.began or taken),
         ):
             if until - begin >= LEAST_WAIT:
-                self._send(name, _child_of(trace.context), trace.context, (begin, until), {})
+                child = _new_context(trace.context.trace_id, trace.context.trace_flags)
+                self._send(name, child, trace.context, (begin, until), {})
 
     def end_run(self, run: Run) -> None:
         """Send the spans of a run and its tool calls. The run's calls sent their own."""
-        context = _run_context(run.id)
+        context = _named_context(run.id)
         attributes: dict[str, Any] = {
             "gen_ai.operation.name": "invoke_agent",
             "gen_ai.provider.name": "cray_agents",
@@ -171,10 +173,9 @@ class LiveTraces:
                     about |= {"gen_ai.tool.call.arguments": tool.arguments}
                 wrong = None if tool.error is None else ("tool_error", "tool_error")
                 times = (begin, begin + tool.seconds)
-                self._send(
-                    f"execute_tool {tool.name}", _child_of(context), context, times, about,
-                    failure=wrong,
-                )  # fmt: skip
+                child = _new_context(context.trace_id, context.trace_flags)
+                name = f"execute_tool {tool.name}"
+                self._send(name, child, context, times, about, failure=wrong)
 
     def end_job(self, job_id: str, events: Sequence[Mapping[str, Any]], version: str) -> None:
         """Send the span of a job that made a version, from the job's events; none without any."""
@@ -189,11 +190,6 @@ class LiveTraces:
         }
         times = (float(events[0]["time"]), float(events[-1]["time"]))
         self._send(f"train {version}", job_context(job_id), None, times, attributes)
-
-    def _remember(self, call_id: str, ended: float) -> None:
-        self._ends[call_id] = ended
-        if len(self._ends) > REMEMBERED:
-            self._ends.popitem(last=False)
 
     def _send(
         self,
@@ -233,18 +229,16 @@ def parse_traceparent(header: str | None) -> SpanContext | None:
 
 def job_context(job_id: str) -> SpanContext:
     """Return the context of a job's span, which follows from the job's id."""
-    trace, span = trace_hash(f"job {job_id}", 32), trace_hash(f"job {job_id}", 16)
-    return SpanContext(int(trace, 16), int(span, 16), True, _SAMPLED)
+    return _named_context(f"job {job_id}")
 
 
-def _run_context(run_id: str) -> SpanContext:
+def _named_context(run_id: str) -> SpanContext:
     trace, span = trace_hash(run_id, 32), trace_hash(run_id, 16)
     return SpanContext(int(trace, 16), int(span, 16), True, _SAMPLED)
 
 
-def _child_of(context: SpanContext) -> SpanContext:
-    span_id = int.from_bytes(os.urandom(8)) or 1
-    return SpanContext(context.trace_id, span_id, False, context.trace_flags)
+def _new_context(trace_id: int, flags: TraceFlags) -> SpanContext:
+    return SpanContext(trace_id, int.from_bytes(os.urandom(8)) or 1, False, flags)
 
 
 def _call_attributes(end: CallEnd, content: bool) -> Iterator[tuple[str, Any]]:
