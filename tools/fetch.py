@@ -385,7 +385,6 @@ def _after(tag: str, element: object, url: str) -> str:
 
 
 def _collapse_spaces(text: str | None) -> str:
-    """Replace runs of blanks, line breaks included, by one space."""
     return re.sub(r"\s+", " ", text) if text else ""
 
 

@@ -312,7 +312,7 @@ def run_cost(
 
     The account is of the hour in which the run began.
     """
-    run, facts = store.run(run_id), store.places(run_id)[0]
+    run, facts = store.run(run_id), store.run_facts(run_id)
     since = facts.started // HOUR * HOUR
     account = account_of(read_holdings(home), store, prices, since, since + HOUR)
     prompt, sampled = facts.prompt_tokens, facts.sampled_tokens

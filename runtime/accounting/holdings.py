@@ -269,8 +269,6 @@ def _kept(attempts: dict[int, Attempt]) -> Iterable[tuple[Attempt, int]]:
 
 
 class _FileReader:
-    """Reads the lines of one file into facts."""
-
     def __init__(self, facts: _Facts) -> None:
         self._facts = facts
         self._places: dict[tuple[str, str], LedgerLine] = {}  # now, by holder and node
@@ -374,33 +372,18 @@ def _last_sign(home: Home, line: LedgerLine, facts: _Facts) -> float:
     return max(signs, default=0.0)
 
 
-_USELESS: tuple[Use, ...] = ("idle", "asleep", "lost", "other")
-
-
-@dataclass
-class Account:
-    """The hours of one row by what came of them, in seconds, and the work."""
-
-    spent: Counter[Use] = field(default_factory=Counter)
-    tokens_served: int = 0
-    tokens_trained: int = 0
-    steps: int = 0
-    steps_lost: int = 0
-
-    def row(self, name: str) -> dict[str, Any]:
-        """Return the row of a table; hours, and shares of them."""
-        total, useful = self.spent.total(), self.spent["serving"] + self.spent["training"]
-        return {
-            "name": name,
-            "held_hours": total / HOUR,
-            "goodput": useful / total if total else None,
-            "useful_hours": useful / HOUR,
-            **{f"{use}_hours": self.spent[use] / HOUR for use in _USELESS},
-            "tokens_served": self.tokens_served,
-            "tokens_trained": self.tokens_trained,
-            "steps": self.steps,
-            "steps_lost": self.steps_lost,
-        }
+def _row(name: str, seconds: Counter[Use], work: Counter[str]) -> dict[str, Any]:
+    """Return a row of the table of goodput: hours, and shares of them, and the work."""
+    total, useful = seconds.total(), seconds["serving"] + seconds["training"]
+    useless: tuple[Use, ...] = ("idle", "asleep", "lost", "other")
+    return {
+        "name": name,
+        "held_hours": total / HOUR,
+        "goodput": useful / total if total else None,
+        "useful_hours": useful / HOUR,
+        **{f"{use}_hours": seconds[use] / HOUR for use in useless},
+        **{name: work[name] for name in ("tokens_served", "tokens_trained", "steps", "steps_lost")},
+    }
 
 
 def goodput(
@@ -409,29 +392,25 @@ def goodput(
     """Return a row for each kind, holder or node, and one of the total; times in unix seconds."""
     until = time.time() if until is None else until
     ledger = read_holdings(home)
-    accounts: dict[str, Account] = defaultdict(Account)
-    total = Account()
-    for piece in ledger.pieces:
-        seconds = piece.seconds * piece.share(since, until) * max(1, len(piece.line.gpus))
-        if seconds:
-            for account in (accounts[_key(piece.line, by)], total):
-                account.spent[piece.use] += seconds  # type: ignore[assignment]
-    for line in ledger.served:
-        if since <= line.time < until:
-            for account in (accounts["replica" if by == "kind" else "platform"], total):
-                account.tokens_served += line.tokens
+    held: dict[str, Counter[Use]] = defaultdict(Counter)  # seconds of each row
+    done: dict[str, Counter[str]] = defaultdict(Counter)  # its work
     keys: dict[Place, str] = {}  # an attempt counts once, in the row of its first node
     for piece in ledger.pieces:
-        keys.setdefault((piece.line.holder, piece.line.attempt), _key(piece.line, by))
+        key = _key(piece.line, by)
+        keys.setdefault((piece.line.holder, piece.line.attempt), key)
+        if seconds := piece.seconds * piece.share(since, until) * max(1, len(piece.line.gpus)):
+            held[key][piece.use] += seconds  # type: ignore[assignment]
+    for line in ledger.served:
+        if since <= line.time < until:
+            done["replica" if by == "kind" else "platform"]["tokens_served"] += line.tokens
     for _, attempt, kept in ledger.steps:
         if since <= attempt.time < until:
             default = {"kind": "job", "holder": attempt.place[0], "node": "unknown"}[by]
-            for account in (accounts[keys.get(attempt.place, default)], total):
-                account.steps += kept
-                account.steps_lost += attempt.last - attempt.first - kept
-                account.tokens_trained += attempt.tokens
-    table = [accounts[key].row(key) for key in sorted(accounts)]
-    return [*table, total.row("total")]
+            lost = attempt.last - attempt.first - kept
+            work = {"steps": kept, "steps_lost": lost, "tokens_trained": attempt.tokens}
+            done[keys.get(attempt.place, default)].update(work)
+    rows = [_row(key, held[key], done[key]) for key in sorted({*held, *done})]
+    return [*rows, _row("total", sum(held.values(), Counter()), sum(done.values(), Counter()))]
 
 
 def _key(line: LedgerLine, by: GroupedBy) -> str:

@@ -127,7 +127,9 @@ def _files(
     home: Home, source: ExportSource, form: exporter.Format, rules: LossRules
 ) -> Iterator[bytes]:
     """Yield a file, or a folder as a tar, made whole before it is sent."""
-    _remove_abandoned(home)
+    for left in home.exports.iterdir() if home.exports.exists() else ():  # of killed exports
+        if time.time() - left.stat().st_mtime > LEFT_SECONDS:
+            shutil.rmtree(left, ignore_errors=True)
     folder = home.exports / new_id("export")
     name = f"{source.name}.{form.name}"
     if isinstance(form, LineFormat):
@@ -141,15 +143,11 @@ def _files(
             kind, target = TAR, _packed(target)
         size = target.stat().st_size
         yield _line({"type": kind, "name": target.name, "length": size, "losses": losses})
-        yield from _read(target)
+        with target.open("rb") as file:
+            while piece := file.read(PIECE):
+                yield piece
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _read(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while piece := file.read(PIECE):
-            yield piece
 
 
 def _packed(folder: Path) -> Path:
@@ -162,13 +160,6 @@ def _packed(folder: Path) -> Path:
             with path.open("rb") as file:
                 tar.addfile(about, file)
     return packed
-
-
-def _remove_abandoned(home: Home) -> None:
-    """Remove the folders of killed exports."""
-    for left in home.exports.iterdir() if home.exports.exists() else ():
-        if time.time() - left.stat().st_mtime > LEFT_SECONDS:
-            shutil.rmtree(left, ignore_errors=True)
 
 
 def _line(value: dict[str, Any]) -> bytes:

@@ -104,7 +104,7 @@ class StoredRuns:
     def _rows(self, order: Literal["id", "task"]) -> Iterable[RunFacts]:
         if not self.names:
             return self.store.facts(self._query(order))
-        rows = [self.store.places(name)[0] for name in set(self.names)]
+        rows = [self.store.run_facts(name) for name in set(self.names)]
         return sorted(rows, key=_by_task if order == "task" else attrgetter("run_id"))
 
     def _item(self, name: str, runs: dict[str, Run], count: int = 1) -> Item:

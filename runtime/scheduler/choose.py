@@ -82,7 +82,12 @@ def open_scheduler(
     unused = "; slurm_options are a site's and not used" if some else ""
 
     def processes(reason: str, gpus: Sequence[str], *, turns: bool = False) -> LocalProcesses:
-        check_local_container(settings)
+        if settings.container is not None and settings.container.runtime == "pyxis":
+            raise BadInput(
+                "job.container.runtime = 'pyxis' is a part of Slurm, and here jobs are local"
+                " processes: use 'apptainer', or leave job.container out",
+                param="job",
+            )
         reason = f"local processes{reason}{unused}"
         return LocalProcesses(directory, reason=reason, gpus=gpus, turns=turns, settings=here)
 
@@ -109,16 +114,6 @@ def open_scheduler(
         return processes(f": {error}", cluster.gpus)
     reason = f"a private Slurm cluster of this host{unused}"
     return Slurm(directory, cluster, settings=here, reason=reason)
-
-
-def check_local_container(settings: JobSettings) -> None:
-    """Raise BadInput for a container that needs Slurm's srun."""
-    if settings.container is not None and settings.container.runtime == "pyxis":
-        raise BadInput(
-            "job.container.runtime = 'pyxis' is a part of Slurm, and here jobs are local processes:"
-            " use 'apptainer', or leave job.container out",
-            param="job",
-        )
 
 
 def site_cluster() -> str | None:

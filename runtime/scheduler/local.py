@@ -250,7 +250,6 @@ class LocalProcesses:
         self._waiting.pop(command_id).unlink()
 
     def _free_gpus(self) -> tuple[str, ...]:
-        """Return the GPUs that no living command has."""
         living = [gpus for command_id, gpus in self._running.items() if self._lives(command_id)]
         return tuple(gpu for gpu in self.gpus if not any(gpu in gpus for gpus in living))
 

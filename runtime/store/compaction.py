@@ -8,6 +8,7 @@ same new segment. Called by the platform at intervals (`keep_up`), and by `maint
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -73,12 +74,10 @@ def compact(store: Store, group: Sequence[Segment]) -> Compacted | None:
 
     Raises StoreError.
     """
-    merging = _Merging(store, group)
-    stem = COMPACTED + new_id("segment")
+    stem, dropped = COMPACTED + new_id("segment"), Counter[str]()
+    lines, stems = _kept_lines(store, group, dropped), tuple(segment.stem for segment in group)
     try:
-        path = write_sealed(
-            store.segments.directory, stem, merging.lines(), [segment.stem for segment in group]
-        )
+        path = write_sealed(store.segments.directory, stem, lines, stems)
     except Corrupt as error:
         log.warning("not compacted: %s", error)
         return None
@@ -88,43 +87,31 @@ def compact(store: Store, group: Sequence[Segment]) -> Compacted | None:
             segment.path.unlink()
     durable.sync(store.segments.directory)
     return Compacted(
-        tuple(segment.stem for segment in group),
+        stems,
         stem,
         sum(segment.size for segment in group),
         path.stat().st_size,
-        merging.forgotten,
-        merging.doubled,
+        dropped["forgotten"],
+        dropped["doubled"],
     )
 
 
-class _Merging:
-    """A pass over the lines of a group, with counts of the dropped ones."""
-
-    def __init__(self, store: Store, group: Sequence[Segment]) -> None:
-        self.forgotten = 0
-        self.doubled = 0
-        self._store = store
-        self._group = group
-
-    def lines(self) -> Iterator[bytes]:
-        """Yield the lines to keep. Raises Corrupt on damage, Moved."""
-        seen: set[str] = set()
-        for segment in self._group:
-            for line in self._store.segments.read(segment.stem):
-                if isinstance(line, Damage):
-                    raise Corrupt(f"{segment.path} at byte {line.at}: {line.message}")
-                event = event_in(line.data)
-                if event["id"] in seen:
-                    self.doubled += 1
-                elif event["kind"] != "forget" and self._is_forgotten(event["id"]):
-                    self.forgotten += 1
-                else:
-                    seen.add(event["id"])
-                    yield line.data
-
-    def _is_forgotten(self, event_id: str) -> bool:
-        index = self._store.index
-        return index.known(event_id) and not index.has(event_id)
+def _kept_lines(store: Store, group: Sequence[Segment], dropped: Counter[str]) -> Iterator[bytes]:
+    """Yield the lines to keep, and count the others. Raises Corrupt on damage, Moved."""
+    seen: set[str] = set()
+    for segment in group:
+        for line in store.segments.read(segment.stem):
+            if isinstance(line, Damage):
+                raise Corrupt(f"{segment.path} at byte {line.at}: {line.message}")
+            event = event_in(line.data)
+            name, kind = event["id"], event["kind"]
+            if name in seen:
+                dropped["doubled"] += 1
+            elif kind != "forget" and store.index.known(name) and not store.index.has(name):
+                dropped["forgotten"] += 1
+            else:
+                seen.add(name)
+                yield line.data
 
 
 TIDY_INTERVAL = 600.0  # seconds

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from cray_agents.errors import BadInput, NotFound
+from cray_agents.errors import BadInput
 from cray_agents.records import REWARD_REFUSED, Event, Reward, StrictRecord, new_id
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.index import RunFacts
@@ -61,10 +61,7 @@ def check_rewards(rewards: Sequence[Reward], limit: float, at: str = "value") ->
 
 def check_feedback(store: Store, run_id: str, feedback: Feedback) -> RunFacts:
     """Return the run that feedback is for. Raises NotFound, or BadInput for an unknown turn."""
-    store.refresh()
-    facts = store.index.run(run_id)
-    if facts is None:
-        raise NotFound(f"no run {run_id!r} is recorded", param="run_id")
+    facts = store.run_facts(run_id)
     if feedback.turn is not None and feedback.turn >= facts.turns:
         raise BadInput(
             f"run {run_id} has {facts.turns} turns, counted from 0: there is no turn "

@@ -152,9 +152,7 @@ class Store(RunStatistics):
 
     def run(self, run_id: str) -> Run:
         """Return one run with its calls. Raises NotFound, or Corrupt on unreadable events."""
-        self.refresh()
-        if self.index.run(run_id) is None:
-            raise NotFound(f"no run {run_id!r} is recorded", param="run_id")
+        self.run_facts(run_id)
         runs = self._read([run_id], "full")
         if not runs:
             raise Corrupt(
@@ -170,12 +168,17 @@ class Store(RunStatistics):
             raise NotFound(f"no run {run_id!r} is recorded", param="run_id")
         return state
 
-    def places(self, run_id: str) -> tuple[RunFacts, Places]:
-        """Return the facts of a run and the places of its events. Raises NotFound."""
+    def run_facts(self, run_id: str) -> RunFacts:
+        """Return the facts of a run. Raises NotFound."""
         self.refresh()
         facts = self.index.run(run_id)
         if facts is None:
             raise NotFound(f"no run {run_id!r} is recorded", param="run_id")
+        return facts
+
+    def places(self, run_id: str) -> tuple[RunFacts, Places]:
+        """Return the facts of a run and the places of its events. Raises NotFound."""
+        facts = self.run_facts(run_id)
         return facts, self.index.places([run_id]).get(run_id, Places(None, (), ()))
 
     def bodies(self, places: Sequence[LinePlace]) -> Iterator[dict[str, Any]]:

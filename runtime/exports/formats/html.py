@@ -86,8 +86,10 @@ class RunPacker:
             "included": included,
             "window": WINDOW,
         }
+        # within a script: no `<`, nothing beyond ASCII
+        plain = json.dumps(about, separators=(",", ":")).replace("<", "\\u003c")
         scripts = [
-            f'<script type="application/json" data-run>{_plain(about)}</script>',
+            f'<script type="application/json" data-run>{plain}</script>',
             _script(run.id, "outline", _pack({"data": outline["data"][:included]})),
             *(_script(run.id, str(number), part) for number, part in enumerate(packed)),
             _script(run.id, "tokens", _pack(texts.as_json())),
@@ -186,11 +188,6 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return next(at for at in range(most) if one[at] != other[at])
 
 
-def _plain(value: Any) -> str:
-    """Return JSON that can stand in a script: no `<`, nothing beyond ASCII."""
-    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
-
-
 def _pack(value: Any) -> str:
     text = json.dumps(value, separators=(",", ":"))
     return base64.b64encode(gzip.compress(text.encode(), LEVEL, mtime=0)).decode()
@@ -201,11 +198,6 @@ def _script(run_id: str, part: str, packed: str) -> str:
     return f'<script type="text/plain" id="{name}">{packed}</script>'
 
 
-def _encode(run: Run, record: Json) -> bytes:
-    page: str = record["page"]
-    return page.encode()
-
-
 HTML = LineFormat(
     "html",
     "HTML",
@@ -214,7 +206,7 @@ HTML = LineFormat(
     suffix=".html",
     page=OnePage(
         head=static_files.viewer,
-        encode=_encode,
+        encode=lambda run, record: str(record["page"]).encode(),
         most_bytes=FILE_BYTES,
         full=b'<script type="text/plain" data-full></script>\n',
     ),

@@ -51,45 +51,24 @@ _REASONS = {"tool_calls": "tool_call", "function_call": "tool_call", "cancelled"
 
 
 class _MessageTexts:
-    """JSON of messages and tools: the conversation's is kept, since most calls repeat it."""
+    """JSON of the messages of a run's calls. `repeats`: all of a call's are in it, so far."""
 
-    def __init__(self, run: Run, conversation: Conversation) -> None:
+    def __init__(self, run: Run) -> None:
         self.repeats = True
-        self._run, self._conversation = run, conversation
-        self._messages = [self._text(genai_message(message)) for message in conversation.messages]
-        self._tools = self._text(_tools_of(conversation.tools))
-        self._left = REPEATED
+        self._run, self._left = run, REPEATED
 
     def messages(self, messages: list[Message]) -> str | None:
         """Return the JSON of messages, None for none."""
-        if not messages:
-            return None
-        if messages == self._conversation.messages[: len(messages)]:
-            return f"[{','.join(self._messages[: len(messages)])}]"
-        return self._new(messages)
+        check_calls(self._run, messages)
+        return _json(self._run, [genai_message(message) for message in messages])
 
     def prompt(self, messages: list[Message]) -> Json:
         """Return a call's attributes of its messages, of the new ones alone where all take much."""
         first = 0 if self.repeats else _first_new(messages)
-        text = self._new(messages[first:]) if first else self.messages(messages)
+        text = self.messages(messages[first:])
         self._left -= len(text or "")
         self.repeats = self._left > 0
         return {"gen_ai.input.messages": text, "cray_agents.input.left_out": first or None}
-
-    def _new(self, messages: list[Message]) -> str:
-        check_calls(self._run, messages)
-        return self._text([genai_message(message) for message in messages])
-
-    def tools(self, tools: list[Json]) -> str | None:
-        """Return the JSON of tool definitions, None for none."""
-        if not tools:
-            return None
-        if tools == self._conversation.tools:
-            return self._tools
-        return self._text(_tools_of(tools))
-
-    def _text(self, value: Any) -> str:
-        return json_text(self._run, "messages", value)
 
 
 def _first_new(messages: list[Message]) -> int:
@@ -122,7 +101,7 @@ def _spans(run: Run, losses: set[str]) -> Iterator[Json]:
     """Yield the spans of a run, its own first; add what they leave out to `losses`."""
     conversation = conversation_of(run)
     trace = trace_hash(run.id, 32)
-    texts = _MessageTexts(run, conversation)
+    texts = _MessageTexts(run)
     root = _root(run, conversation, texts, trace)
     yield root
     for index, turn in enumerate(run.trajectory.turns):
@@ -159,7 +138,7 @@ def _root(run: Run, conversation: Conversation, texts: _MessageTexts, trace: str
         "gen_ai.conversation.id": run.id,
         "gen_ai.input.messages": texts.messages(messages),
         "gen_ai.output.messages": _json(run, output),
-        "gen_ai.tool.definitions": texts.tools(conversation.tools),
+        "gen_ai.tool.definitions": _json(run, _tools_of(conversation.tools)),
         "error.type": _failure(run),
         **_own_attributes(run),
     }
@@ -228,7 +207,7 @@ def _chat(
         "gen_ai.usage.output_tokens": len(call.token_ids) if known else None,
         **texts.prompt(call.messages),
         "gen_ai.output.messages": _json(run, [genai_answer(call.message, call.finish_reason)]),
-        "gen_ai.tool.definitions": texts.tools(call.tools),
+        "gen_ai.tool.definitions": _json(run, _tools_of(call.tools)),
         "error.type": failure,
         **_sampling(run, call.sampling),
         "cray_agents.api": call.api,

@@ -290,7 +290,6 @@ def _check_end(named: Name, handle: Handle) -> Iterator[Finding]:
 
 
 def _check_lines(segments: Segments, named: Name, handle: Handle) -> Iterator[Finding]:
-    """Yield the defects of lines and frames."""
     table = handle.table
     for item in segments.read(named.stem):
         if not isinstance(item, Damage) or (table.gap and item.at == table.gap.at):

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -34,24 +34,19 @@ FRAME = 64 * 2**10  # bytes of lines in a frame; a longer line has its own frame
 log = logging.getLogger(__name__)
 
 
-Torn = list[int] | None
-
-
 def _write_draft(
-    path: Path,
-    lines: Iterable[bytes],
-    replaces: Sequence[str] = (),
-    torn: Callable[[], Torn] = lambda: None,
+    path: Path, lines: Iterable[bytes], replaces: Sequence[str] = (), torn: Sequence[int] = ()
 ) -> Footer:
     """Write lines (without newlines) to a new file, sync it, and read it back.
 
-    `torn` is called after the last line. Raises OSError, Corrupt.
+    `torn`: the place and length of a torn last line, known once `lines` are read. Raises OSError,
+    Corrupt.
     """
     with path.open("xb") as file:
         draft = _Draft(file)
         for line in lines:
             draft.add(line)
-        footer = draft.end(torn(), replaces)
+        footer = draft.end(torn, replaces)
         file.flush()
         os.fsync(file.fileno())
     if verify(path) != footer:
@@ -84,7 +79,7 @@ class _Draft:
         self._size += len(line) + 1
         self._count += 1
 
-    def end(self, torn: Torn, replaces: Sequence[str]) -> Footer:
+    def end(self, torn: Sequence[int], replaces: Sequence[str]) -> Footer:
         """Write the remaining frame, then the footer."""
         if self._lines:
             self._put_frame()
@@ -94,7 +89,7 @@ class _Draft:
             bytes=self._offset,
             sha256=self._hasher.hexdigest(),
             crc=self._crc,
-            torn=torn,
+            torn=list(torn) or None,
             bad=self._bad,
             replaces=list(replaces),
         )
@@ -162,7 +157,7 @@ def seal(path: Path) -> Path:
                 return target
             raise StoreError(f"cannot seal {path}: it is gone")
         with source:
-            _publish(source, _Source(source), target)
+            _publish(source, target)
             for form in (OPEN, LEFT):
                 opened = path.with_name(stem + form)
                 if _is_same_file(source, opened):
@@ -195,28 +190,22 @@ def write_sealed(
     return target
 
 
-class _Source:
-    """An iterator over the whole lines of an open segment; then `torn` is the torn last one."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.torn: Torn = None
-        self._file = file
-
-    def __iter__(self) -> Iterator[bytes]:
-        offset = 0
-        self._file.seek(0)
-        for line in self._file:
-            if not line.endswith(b"\n"):
-                self.torn = [offset, len(line)]
-                return
-            yield line[:-1]
-            offset += len(line)
+def _whole_lines(file: BinaryIO, torn: list[int]) -> Iterator[bytes]:
+    """Yield the whole lines of an open segment; `torn` gets place and length of a torn last one."""
+    offset = 0
+    file.seek(0)
+    for line in file:
+        if not line.endswith(b"\n"):
+            torn += [offset, len(line)]
+            return
+        yield line[:-1]
+        offset += len(line)
 
 
-def _publish(file: BinaryIO, source: _Source, target: Path) -> None:
-    draft = draft_of(target)
+def _publish(file: BinaryIO, target: Path) -> None:
+    draft, torn = draft_of(target), list[int]()
     try:
-        footer = _write_draft(draft, source, torn=lambda: source.torn)
+        footer = _write_draft(draft, _whole_lines(file, torn), torn=torn)
         stem = target.name.removesuffix(SEALED)
         if not any(_is_same_file(file, target.with_name(stem + form)) for form in (OPEN, LEFT)):
             return  # sealed by another process, maybe even compacted: it must not come back

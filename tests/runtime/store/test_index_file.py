@@ -14,7 +14,7 @@ import pytest
 from cray_agents.errors import StoreError
 from cray_agents.paths import CACHE, Home
 from cray_agents.queries import RunFilter, RunQuery
-from cray_agents.runtime.store.index import Index, cache_of, identity_of, schema, sweep_caches
+from cray_agents.runtime.store.index import Index, cache_of, database, identity_of, sweep_caches
 from cray_agents.runtime.store.segments.line_format import LinePlace, Placed
 from tests.support.store.made_up_facts import call, described, placed, reward
 
@@ -118,7 +118,7 @@ def test_a_deleted_file_is_made_anew_also_for_another_who_has_it_open(tmp_path: 
     path = tmp_path / "index.sqlite"
     one, two = filled(path), Index(path, "root")
     assert two.known("c1")
-    schema.remove(path)
+    database.remove(path)
     assert two.progress() == {} and not two.known("c1")
     assert two.add("segment_a", 100, 200, some()[1:2]) == -1
     assert two.add("segment_a", 0, 100, some()[:1]) == 1
@@ -257,7 +257,7 @@ def test_versions_have_a_file_each_and_old_ones_go(
     home = Home(tmp_path / "home")
     ours = cache_of(home)
     filled(ours).close()
-    monkeypatch.setattr(schema, "INDEX_VERSION", schema.INDEX_VERSION + 1)
+    monkeypatch.setattr(database, "INDEX_VERSION", database.INDEX_VERSION + 1)
     newer = cache_of(home)
     assert newer != ours
     filled(newer).close()
