@@ -90,12 +90,38 @@ def sum_of(amounts: "list[Amount]") -> Amount:
     return result
 
 
-@dataclass
-class Pricer:
-    """Prices pieces of holdings. `unpriced`: what was held and has no price, though others have."""
+SAMPLED = 4.0  # prompt tokens that a sampled one counts as
+COST_USES: tuple[CostUse, ...] = get_args(CostUse)
+ModelHour = tuple[float, str]  # the hour's beginning, the model's name without its version
 
+
+@dataclass
+class CostAccount:
+    """All that was held from `since` to `until`.
+
+    `lines`: by kind of holder and use. `trained`: by job. `rates`: of an hour and a model name what
+    one weighted token took. `unpriced`: what was held and has no price, though others have.
+    """
+
+    since: float
+    until: float
     prices: PriceSettings
+    lines: dict[tuple[str, CostUse], Amount] = field(default_factory=lambda: defaultdict(Amount))
+    trained: dict[str, Amount] = field(default_factory=lambda: defaultdict(Amount))
+    rates: dict[ModelHour, Amount] = field(default_factory=dict)
     unpriced: set[str] = field(default_factory=set)
+
+    @property
+    def total(self) -> Amount:
+        """All that was held."""
+        return sum_of(list(self.lines.values()))
+
+    def uses(self) -> dict[CostUse, Amount]:
+        """Return what was held by its use, of all kinds of holders."""
+        return {
+            use: sum_of([amount for (_, each), amount in self.lines.items() if each == use])
+            for use in COST_USES
+        }
 
     def price(self, piece: Piece, share: float) -> Amount:
         """Return the amount of a share of a piece.
@@ -120,40 +146,6 @@ class Pricer:
             seconds=seconds,
             measured=piece.measured * share,
         )
-
-
-SAMPLED = 4.0  # prompt tokens that a sampled one counts as
-COST_USES: tuple[CostUse, ...] = get_args(CostUse)
-ModelHour = tuple[float, str]  # the hour's beginning, the model's name without its version
-
-
-@dataclass
-class CostAccount:
-    """All that was held from `since` to `until`.
-
-    `lines`: by kind of holder and use. `trained`: by job. `rates`: of an hour and a model name what
-    one weighted token took.
-    """
-
-    since: float
-    until: float
-    prices: PriceSettings
-    lines: dict[tuple[str, CostUse], Amount] = field(default_factory=dict)
-    trained: dict[str, Amount] = field(default_factory=dict)
-    rates: dict[ModelHour, Amount] = field(default_factory=dict)
-    unpriced: set[str] = field(default_factory=set)
-
-    @property
-    def total(self) -> Amount:
-        """All that was held."""
-        return sum_of(list(self.lines.values()))
-
-    def uses(self) -> dict[CostUse, Amount]:
-        """Return what was held by its use, of all kinds of holders."""
-        return {
-            use: sum_of([amount for (_, each), amount in self.lines.items() if each == use])
-            for use in COST_USES
-        }
 
     def spent_on(self, model: str | None, began: float, prompt: int, sampled: int) -> Amount:
         """Return what tokens took: of runs that began in an hour and ended with this version."""
@@ -184,45 +176,32 @@ def account_of(
     now = time.time()
     since = since // HOUR * HOUR
     until = now if until is None else min(now, -(-until // HOUR) * HOUR)
-    pricer = Pricer(prices)
-    lines: dict[tuple[str, CostUse], Amount] = defaultdict(Amount)
-    trained: dict[str, Amount] = defaultdict(Amount)
+    account = CostAccount(since, until, prices)
     served: dict[ModelHour, Amount] = defaultdict(Amount)
     for piece in ledger.pieces:
         if (share := piece.share(since, until)) <= 0:
             continue
         if piece.use == "serving":
-            for hour, amount in _by_hour(piece, pricer, since, until):
-                served[hour].add(amount)
+            begin, end = max(since, piece.begin), min(until, piece.end)
+            while begin < end:
+                hour = model_hour(piece.line.what, begin)
+                until_hour = min(end, hour[0] + HOUR)
+                served[hour].add(account.price(piece, piece.share(begin, until_hour)))
+                begin = until_hour
             continue
-        amount = pricer.price(piece, share)
-        lines[piece.line.kind, piece.use].add(amount)
+        amount = account.price(piece, share)
+        account.lines[piece.line.kind, piece.use].add(amount)
         if piece.use == "training":
-            trained[piece.job].add(amount)
-    rates: dict[ModelHour, Amount] = {}
+            account.trained[piece.job].add(amount)
     weights: dict[ModelHour, float] = defaultdict(float)
     for row in token_rows(store, RunFilter(since=since, until=until), []) if served else ():
         weights[model_hour(row["model"], row["time"])] += row["weight"]
     for hour, amount in served.items():
         if whole := weights.get(hour):
-            rates[hour] = Amount()
-            rates[hour].add(amount, 1.0 / whole)
-        lines["replica", "requests" if whole else "unattributed"].add(amount)
-    return CostAccount(since, until, prices, dict(lines), dict(trained), rates, pricer.unpriced)
-
-
-def _by_hour(
-    piece: Piece, pricer: Pricer, since: float, until: float
-) -> list[tuple[ModelHour, Amount]]:
-    """Return a piece's amounts in the hours that it goes through."""
-    begin, end = max(since, piece.begin), min(until, piece.end)
-    rows = []
-    while begin < end:
-        hour = model_hour(piece.line.what, begin)
-        until_hour = min(end, hour[0] + HOUR)
-        rows.append((hour, pricer.price(piece, piece.share(begin, until_hour))))
-        begin = until_hour
-    return rows
+            account.rates[hour] = Amount()
+            account.rates[hour].add(amount, 1.0 / whole)
+        account.lines["replica", "requests" if whole else "unattributed"].add(amount)
+    return account
 
 
 def token_rows(

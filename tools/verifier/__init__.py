@@ -28,7 +28,6 @@ from cray_agents.tools.sandbox.process import TOO_MUCH
 from cray_agents.tools.verifier.cases import Case, Tests, cases_of
 from cray_agents.tools.verifier.judge import (
     Files,
-    JudgeRules,
     ProgramFinder,
     Suspect,
     guard_verdict,
@@ -101,7 +100,6 @@ def verifier(
         raise BadInput(f"tolerance={tolerance!r}: must be a number from 0", param="tolerance")
     if isinstance(command, str) or not command:
         raise BadInput(f"command={command!r}: give the program and its arguments", param="command")
-    rules = JudgeRules(partial, tolerance)
     fixed_cases = None if tests is None or callable(tests) else cases_of(tests)
     box = with_processor_limit(sandbox)
     find_program = ProgramFinder(box)
@@ -113,7 +111,7 @@ def verifier(
             given = await _files(run, files or _solution)
             if cases[0].stdin is not None:
                 await find_program(command[0])
-            return await judge(box, command, given, cases, rules)
+            return await judge(box, command, given, cases, partial=partial, tolerance=tolerance)
 
         return await guard_verdict(name, ask_all)
 

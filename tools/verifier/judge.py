@@ -13,7 +13,7 @@ import json
 import secrets
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +43,6 @@ class Suspect(Exception):
     """The code did something that honest code does not do, and earns nothing."""
 
 
-@dataclass(frozen=True)
-class JudgeRules:
-    """Rules for right answers. With `partial`, questions go on after a wrong answer."""
-
-    partial: bool
-    tolerance: float
-
-    def right(self, answer: Any, case: Case) -> bool:
-        """Return True if an answer is right for the case."""
-        if case.stdin is not None:
-            return outputs_equal(answer, case.expected, self.tolerance)
-        return values_equal(answer, expected_answer(case.expected), self.tolerance)
-
-
 def with_processor_limit(sandbox: Sandbox | None) -> Sandbox:
     """Return a sandbox with a limit on processor time, which is fair on a busy machine.
 
@@ -81,12 +67,19 @@ async def guard_verdict(name: str, judging: Callable[[], Awaitable[Verdict]]) ->
 
 
 async def judge(
-    sandbox: Sandbox, command: Sequence[str], files: Files, cases: Sequence[Case], rules: JudgeRules
+    sandbox: Sandbox,
+    command: Sequence[str],
+    files: Files,
+    cases: Sequence[Case],
+    *,
+    partial: bool,
+    tolerance: float,
 ) -> Verdict:
     """Ask all cases in order: of one process that answers calls, or of a new program for each.
 
-    Returns 1.0 if all answers are right, else 0.0; with `partial` their share. Raises SetupError if
-    the code could not be started, Suspect, and SandboxLost.
+    Returns 1.0 if all answers are right, else 0.0; with `partial` their share, and questions go on
+    after a wrong answer. Raises SetupError if the code could not be started, Suspect, and
+    SandboxLost.
     """
     right, first_problem = 0, ""
     async with contextlib.AsyncExitStack() as stack:
@@ -99,16 +92,16 @@ async def judge(
             ask = code.ask
         for number, case in enumerate(cases, 1):
             kind, answer = await ask(case)
-            problem = _problem(kind, answer, case, rules)
+            problem = _problem(kind, answer, case, tolerance)
             if problem is None:
                 right += 1
                 continue
             first_problem = first_problem or f"; test {number}: {problem}"
-            if not rules.partial or kind in ("limit", "broken"):
+            if not partial or kind in ("limit", "broken"):
                 break
     share = right / len(cases)
     comment = f"{right} of {len(cases)} tests passed{first_problem}"
-    return Verdict(share if rules.partial else float(share == 1.0), comment)
+    return Verdict(share if partial else float(share == 1.0), comment)
 
 
 async def _ask_program(
@@ -146,7 +139,7 @@ class ProgramFinder:
         self._present.add(program)
 
 
-def _problem(kind: str, answer: Any, case: Case, rules: JudgeRules) -> str | None:
+def _problem(kind: str, answer: Any, case: Case, tolerance: float) -> str | None:
     """Return the problem of an answer without revealing the expected one; None: it is right."""
     match kind:
         case "limit":
@@ -159,14 +152,13 @@ def _problem(kind: str, answer: Any, case: Case, rules: JudgeRules) -> str | Non
             return None if case.awaits(answer) else f"it raised {_exception_name(answer)}"
     if case.raises is not None:
         return "it raised nothing"
-    if rules.right(answer, case):
-        return None
-    return "wrong answer" if case.stdin is None else "wrong output"
+    if case.stdin is not None:
+        return None if outputs_equal(answer, case.expected, tolerance) else "wrong output"
+    right = values_equal(answer, expected_answer(case.expected), tolerance)
+    return None if right else "wrong answer"
 
 
 class _Code:
-    """The code's process, for questions of the judge."""
-
     def __init__(self, confined: SandboxedProcess, sandbox: Sandbox) -> None:
         self._confined = confined
         self._sandbox = sandbox
