@@ -29,7 +29,7 @@ from cray_agents.runtime.store.assembly import assemble
 from cray_agents.runtime.store.call_deltas import BRANCHES, KnownCall, KnownCalls, WholeCalls
 from cray_agents.runtime.store.conversations import Conversations
 from cray_agents.runtime.store.index import Index, Places, RunFacts, cache_of, identity_of
-from cray_agents.runtime.store.index.statistics import RunStatistics
+from cray_agents.runtime.store.index.run_queries import RunStatistics
 from cray_agents.runtime.store.indexing import Indexing, catch_up
 from cray_agents.runtime.store.redaction import Redactor
 from cray_agents.runtime.store.segments.line_format import (

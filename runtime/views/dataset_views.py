@@ -14,7 +14,7 @@ from cray_agents.exact_json import load_json
 from cray_agents.paths import Home
 from cray_agents.records import Record, digest
 from cray_agents.runtime.datasets import reader
-from cray_agents.runtime.store.index.statistics import bin_edges
+from cray_agents.runtime.store.index.run_queries import bin_edges
 from cray_agents.runtime.views.token_text import Vocabulary
 from cray_agents.runtime.views.view_records import Histogram
 

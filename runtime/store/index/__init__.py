@@ -3,7 +3,7 @@
 index.py is the entry point.
 database.py has the SQLite file, its tables and its place on this host.
 intake.py and run_merge.py add events, in any order.
-filters.py and statistics.py answer queries.
+run_queries.py answers queries.
 """
 
 from cray_agents.runtime.store.index.database import cache_of, identity_of, sweep_caches

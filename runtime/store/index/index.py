@@ -6,7 +6,7 @@ without loss, for the segments hold everything. Filled and queried by store.py, 
 The first page of any filter takes one scan of a SQLite index with all columns that filters compare
 (database.py). With 1,000,000 runs that is a fraction of a second, also if few runs match or none.
 
-Read next: intake.py and run_merge.py (adding events), filters.py and statistics.py (queries),
+Read next: intake.py and run_merge.py (adding events), run_queries.py (queries),
 database.py (the file).
 """
 
@@ -19,12 +19,18 @@ from typing import Any, NamedTuple
 import orjson
 
 from cray_agents.queries import RunFilter, RunQuery
-from cray_agents.runtime.store.index import filters, intake
+from cray_agents.runtime.store.index import intake
 from cray_agents.runtime.store.index.database import CALL, FORGET, REWARD, Codes, Database
-from cray_agents.runtime.store.index.filters import facts_in, read_page, start_key
 from cray_agents.runtime.store.index.intake import Intake, event_key, rows_in
 from cray_agents.runtime.store.index.run_merge import RunFacts
-from cray_agents.runtime.store.index.statistics import RunStatistics
+from cray_agents.runtime.store.index.run_queries import (
+    RunStatistics,
+    facts_in,
+    key_of,
+    match_condition,
+    read_page,
+    start_key,
+)
 from cray_agents.runtime.store.segments.line_format import LinePlace, Placed
 from cray_agents.runtime.store.segments.reader import Damage
 
@@ -237,13 +243,13 @@ class Index(RunStatistics):
             yield from runs
             if len(runs) < most:
                 return
-            key = filters.key_of(query.order, runs[-1])
+            key = key_of(query.order, runs[-1])
             left = None if left is None else left - most
 
     def count(self, query: RunFilter) -> int:
         """Return the number of matching runs; the query's `text` is ignored."""
         with self._database.reading() as connection:
-            matching = filters.match_condition(connection, query, None)
+            matching = match_condition(connection, query, None)
             if matching is None:
                 return 0
             sql = f"SELECT count(*) FROM runs WHERE {matching.sql}"
