@@ -271,7 +271,7 @@ def _kept(attempts: dict[int, Attempt]) -> Iterable[tuple[Attempt, int]]:
 class _FileReader:
     def __init__(self, facts: _Facts) -> None:
         self._facts = facts
-        self._places: dict[tuple[str, str], LedgerLine] = {}  # now, by holder and node
+        self.places: dict[tuple[str, str], LedgerLine] = {}  # that nobody has left
         self._energy: dict[tuple[str, str], _Energy] = defaultdict(_Energy)
         self._holdings: dict[str, list[_Holding]] = defaultdict(list)
         self._busy: dict[str, list[tuple[float, LedgerLine]]] = defaultdict(list)
@@ -286,10 +286,10 @@ class _FileReader:
                 self._energy[place].note(line)
             match line.event:
                 case "hold" | "leave":
-                    if (before := self._places.pop(place, None)) is not None:
+                    if (before := self.places.pop(place, None)) is not None:
                         self.end(before, line.time)
                     if line.event == "hold":
-                        self._places[place] = line
+                        self.places[place] = line
                 case "busy":
                     self._note_beat(line.time)
                     self._busy[line.holder].append((self._beat, line))
@@ -304,10 +304,6 @@ class _FileReader:
     def _note_beat(self, time: float) -> None:
         if time > self._newest:
             self._beat, self._newest = self._newest, time
-
-    def open(self) -> Iterable[LedgerLine]:
-        """Return the lines of the places that nobody has left."""
-        return self._places.values()
 
     def end(self, line: LedgerLine, end: float) -> None:
         """Note when a holding ended."""
@@ -335,7 +331,7 @@ def _read(home: Home) -> _Facts:
             if line.event == "hold":
                 begins[line.holder].append(line.time)
     for reader, last in files:
-        for line in list(reader.open()):
+        for line in reader.places.values():
             end = max(last, _last_sign(home, line, facts))
             later = [begin for begin in begins[line.holder] if begin > line.time]
             if line.kind != "replica":  # a job's next attempt begins when this one is over

@@ -50,11 +50,9 @@ class Vocabulary:
 
     def __init__(self, content: dict[str, Any]) -> None:
         kinds = set(_decoder_kinds(content.get("decoder")))
-        self._kind = next((kind for kind in EXACT if kind in kinds), "")
-        if not self._kind and "Metaspace" in kinds:
-            self._kind = "Metaspace"
-        elif not self._kind and "WordPiece" in kinds:
-            self._kind = "WordPiece"
+        self._kind = next(
+            (kind for kind in (*EXACT, "Metaspace", "WordPiece") if kind in kinds), ""
+        )
         self.exact = self._kind in EXACT
         vocabulary = content["model"]["vocab"]
         if isinstance(vocabulary, dict):
@@ -75,7 +73,8 @@ class Vocabulary:
         if entry is None:
             return f"<{token}>".encode()
         if self._kind == "ByteLevel":
-            return _byte_level(entry)
+            with suppress(KeyError):  # else the entry is its own text
+                return bytes(map(_byte_table().__getitem__, entry))
         if self._kind == "ByteFallback" and (match := BYTE.fullmatch(entry)):
             return bytes([int(match[1], 16)])
         if self._kind in ("ByteFallback", "Metaspace"):
@@ -139,19 +138,10 @@ def _read(path: Path, sha256: str) -> Vocabulary:
 
 
 def _decoder_kinds(decoder: Any) -> Iterable[str]:
-    """Yield the types of a decoder and of those within it."""
     if isinstance(decoder, dict):
         yield str(decoder.get("type"))
         for inner in decoder.get("decoders") or ():
             yield from _decoder_kinds(inner)
-
-
-def _byte_level(entry: str) -> bytes:
-    table = _byte_table()
-    try:
-        return bytes(table[character] for character in entry)
-    except KeyError:  # an entry that is its own text
-        return entry.encode("utf-8", "surrogatepass")
 
 
 @cache

@@ -55,13 +55,17 @@ def _write_run(run: Run) -> Written:
     check_finite(run)
     conversation = conversation_of(run)
     losses = {"exact_tokens", "call_details", *text_losses(run)}
-    messages = write_conversation(run, conversation, losses)
-    events, pool = write_events(run, losses)
+    writer, messages = MessageWriter(run, losses), []
+    for index, message in enumerate(conversation.messages):
+        turn = conversation.turns_by_message.get(index)
+        model = turn.call.model if turn is not None and turn.call is not None else run.model
+        messages.append(writer.write(f"messages[{index}]", message, model))
+    events, pool = write_events(writer)
     usage = _usage(run)
     sample = {
         "id": run.task.id if run.task is not None else run.id,
         "epoch": 1,  # pack_log counts
-        "input": _input(run, losses),
+        "input": _input(writer),
         "target": _target(run),
         "messages": messages,
         "output": _output(run, conversation, messages),
@@ -84,12 +88,12 @@ def _write_run(run: Run) -> Written:
     return Written([sample], tuple(sorted(losses)))
 
 
-def _input(run: Run, losses: set[str]) -> str | list[Json]:
+def _input(writer: "MessageWriter") -> str | list[Json]:
     """Return what the agent was asked: a text, or a task's messages. Raises BadInput."""
+    run = writer.run
     asked = run.input if run.task is None else run.task.input
     if isinstance(asked, str):
         return run.input
-    writer = MessageWriter(run, losses)
     return [writer.write(f"task.input[{n}]", one, run.model) for n, one in enumerate(asked)]
 
 
@@ -295,12 +299,12 @@ def _one(names: list[str], missing: str) -> str:
     return (names[0] or missing) if len(names) == 1 else SEVERAL if names else missing
 
 
-def write_events(run: Run, losses: set[str]) -> tuple[list[Json], list[Json]]:
+def write_events(writer: "MessageWriter") -> tuple[list[Json], list[Json]]:
     """Return the events of a run's turns, and the pool of their messages.
 
     A call with messages that the format cannot carry is left out.
     """
-    pool = _Pool(MessageWriter(run, losses))
+    run, pool = writer.run, _Pool(writer)
     events: list[Json] = []
     for number, turn in enumerate(run.trajectory.turns):
         ended = run.started
@@ -309,7 +313,7 @@ def write_events(run: Run, losses: set[str]) -> tuple[list[Json], list[Json]]:
             try:
                 events.append(_model_event(run, turn.call, f"turns[{number}]", pool))
             except BadInput:
-                losses.add("other_calls")
+                writer.losses.add("other_calls")
         events += (_tool_event(run, call, ended) for call in turn.tool_calls)
     return events, pool.messages
 
@@ -467,16 +471,6 @@ class MessageWriter:
                 }
             )
         return {**answer, "tool_calls": calls} if calls else answer
-
-
-def write_conversation(run: Run, conversation: Conversation, losses: set[str]) -> list[Json]:
-    """Return the messages of a conversation. Raises BadInput for what this format cannot carry."""
-    writer, messages = MessageWriter(run, losses), []
-    for index, message in enumerate(conversation.messages):
-        turn = conversation.turns_by_message.get(index)
-        model = turn.call.model if turn is not None and turn.call is not None else run.model
-        messages.append(writer.write(f"messages[{index}]", message, model))
-    return messages
 
 
 def write_output(model: str, answer: Json | None, finish_reason: str | None, usage: Json) -> Json:
