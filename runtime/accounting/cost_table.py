@@ -41,6 +41,7 @@ class LoopStep(NamedTuple):
 
 
 NO_LOOP = LoopStep("", None)
+Records = list[Iteration | None]  # of a loop's iterations; None for a damaged one
 
 
 @dataclass
@@ -56,7 +57,7 @@ class LoopGains:
         return sum(self.gain.values()) if self.gain else None
 
 
-def progress_of(records: "Records") -> LoopGains:
+def progress_of(records: Records) -> LoopGains:
     """Return the progress of a loop, by its records in order.
 
     An iteration adds the success of the version that is promoted after it, less that of the one
@@ -73,9 +74,6 @@ def progress_of(records: "Records") -> LoopGains:
         progress.gain[record.iteration] = 0.0 if before is None else after - before
         before = after
     return progress
-
-
-Records = list[Iteration | None]  # of a loop's iterations; None for a damaged one
 
 
 def iteration_of_version(records: Records, version: str) -> int:

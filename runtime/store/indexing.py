@@ -110,9 +110,8 @@ class Indexing:
             return placed
 
     def _take_in(self, placed: list[Placed]) -> None:
-        first, last = placed[0].place, placed[-1].place
-        end = last.offset + last.length + 1
-        if self._index.add(first.segment, first.offset, end, placed) < 0:
+        first = placed[0].place
+        if self._index.add(first.segment, first.offset, placed[-1].place.end, placed) < 0:
             log.info("the index is behind in %s: it will be read on", first.segment)
 
 
@@ -141,7 +140,7 @@ def catch_up(segments: Segments, index: Index) -> Iterator[list[Placed]]:
         if done >= (COMPLETE if segment.sealed else segment.size):
             continue
         try:
-            yield from _Reader(segments, index, segment, gone).read(done)
+            yield from _read(segments, index, segment, gone, done)
         except (Moved, _Behind):  # compacted meanwhile: the next call reads its successor
             moving = True
     if gone and not moving:
@@ -184,54 +183,41 @@ class _Behind(Exception):
     """The progress in the index went back meanwhile: read it again."""
 
 
-class _Reader:
-    """A reader of one segment into the index."""
+def _read(
+    segments: Segments, index: Index, segment: Segment, gone: set[str], done: int
+) -> Iterator[list[Placed]]:
+    """Index a segment from byte `done` of its lines, and yield the batches.
 
-    def __init__(self, segments: Segments, index: Index, segment: Segment, gone: set[str]) -> None:
-        self._segments = segments
-        self._index = index
-        self._segment = segment
-        self._gone = sorted(gone) if segment.stem.startswith(COMPACTED) else []
-        self._done = 0
+    Damage at the end of an open segment may be an unfinished line: skip it.
+    """
+    replaced = sorted(gone) if segment.stem.startswith(COMPACTED) else []
+    damage: list[Damage] = []
 
-    def read(self, start: int) -> Iterator[list[Placed]]:
-        """Index the segment from byte `start` of its lines, and yield the batches.
-
-        Damage at the end of an open segment may be an unfinished line: skip it.
-        """
-        self._done = start
-        batch: list[Placed] = []
-        damage: list[Damage] = []
-        for line in self._segments.read(self._segment.stem, self._done):
-            if isinstance(line, Damage):
-                damage.append(line)
-                continue
-            self._note(damage)
-            try:
-                batch.append(Placed(facts_of(event_in(line.data)), line.place))
-            except (Corrupt, KeyError, TypeError, ValueError, AttributeError) as error:
-                place = line.place
-                message = f"not an event ({error!r})"
-                damage = [Damage(place.segment, place.offset, -1, place.length, message)]
-            if len(batch) == BATCH:
-                yield self._take(batch, _end(batch[-1]))
-                batch = []
-        if batch:
-            yield self._take(batch, _end(batch[-1]))
-        if self._segment.sealed:
-            self._note(damage)
-            self._take([], COMPLETE)
-
-    def _take(self, batch: list[Placed], end: int) -> list[Placed]:
-        if self._index.add(self._segment.stem, self._done, end, batch, self._gone) < 0:
+    def take(batch: list[Placed], end: int) -> list[Placed]:
+        nonlocal done
+        if index.add(segment.stem, done, end, batch, replaced) < 0:
             raise _Behind
-        self._done = end
+        done = end
         return batch
 
-    def _note(self, damage: list[Damage]) -> None:
+    batch: list[Placed] = []
+    for line in segments.read(segment.stem, done):
+        if isinstance(line, Damage):
+            damage.append(line)
+            continue
         while damage:
-            self._index.note(*damage.pop())
-
-
-def _end(placed: Placed) -> int:
-    return placed.place.offset + placed.place.length + 1
+            index.note(*damage.pop())
+        try:
+            batch.append(Placed(facts_of(event_in(line.data)), line.place))
+        except (Corrupt, KeyError, TypeError, ValueError, AttributeError) as error:
+            stem, offset, length = line.place
+            damage = [Damage(stem, offset, -1, length, f"not an event ({error!r})")]
+        if len(batch) == BATCH:
+            yield take(batch, batch[-1].place.end)
+            batch = []
+    if batch:
+        yield take(batch, batch[-1].place.end)
+    if segment.sealed:
+        while damage:
+            index.note(*damage.pop())
+        take([], COMPLETE)

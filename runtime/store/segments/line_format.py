@@ -157,6 +157,11 @@ class LinePlace(NamedTuple):
     offset: int
     length: int
 
+    @property
+    def end(self) -> int:
+        """The offset of the next line."""
+        return self.offset + self.length + 1
+
 
 class Placed(NamedTuple):
     """The facts of an event, with the place of its line."""

@@ -256,7 +256,7 @@ def _check_open(
             span = (item.offset, item.at, item.length)
             yield _finding(named, path, "lost", message, span, 1, dead)
         else:
-            end = item.place.offset + item.place.length + 1
+            end = item.place.end
     if dead and end < state.st_size:
         message = "the last line is not whole: it was never acknowledged"
         yield _finding(named, path, "unfinished", message, (end, end, state.st_size - end))
