@@ -2,6 +2,6 @@
 
 line_format.py turns an event into a line and its facts.
 writer.py appends, and notices when another process took the writer for dead.
-frames.py and sealed.py make a sealed file: plain zstd with a footer.
+sealed.py makes a sealed file: plain zstd with a footer.
 reader.py reads past any damage; repair.py reports and repairs it, and seals what dead writers left.
 """

@@ -2,7 +2,7 @@
 
 Every returned line is verified by its checksum. Damage is reported with its place, and reading goes
 on behind it. A few files are kept open for the next read, with their tables and recently unpacked
-frames. Called by store.py, indexing.py, compaction.py and repair.py. Read next: frames.py (layout
+frames. Called by store.py, indexing.py, compaction.py and repair.py. Read next: sealed.py (layout
 of sealed segments).
 """
 
@@ -20,7 +20,6 @@ from typing import NamedTuple
 from cray_agents.errors import Corrupt, StoreError, store_errors
 from cray_agents.runtime.disk.checksums import is_whole
 from cray_agents.runtime.disk.durable import names_in
-from cray_agents.runtime.store.segments import frames
 from cray_agents.runtime.store.segments.line_format import (
     COMPACTED,
     FORMS,
@@ -30,6 +29,7 @@ from cray_agents.runtime.store.segments.line_format import (
     LinePlace,
     name_of,
 )
+from cray_agents.runtime.store.segments.sealed import Footer, Frame, Table, Unpacker, read_table
 
 MAX_OPEN = 64  # files kept open
 MAX_UNPACKED = 16 * 2**20  # bytes of unpacked frames that are kept
@@ -49,7 +49,7 @@ class Handle:
         self.form = form
         self.users = 0
         self.kept = True
-        self._table: frames.Table | None = None
+        self._table: Table | None = None
 
     @property
     def sealed(self) -> bool:
@@ -57,13 +57,13 @@ class Handle:
         return self.form == SEALED
 
     @property
-    def table(self) -> frames.Table:
+    def table(self) -> Table:
         """The table of a sealed segment's frames. Raises OSError."""
         if self._table is None:
-            self._table = frames.read_table(self.file)
+            self._table = read_table(self.file)
         return self._table
 
-    def unpack(self, frame: frames.Frame, unpacker: frames.Unpacker) -> bytes:
+    def unpack(self, frame: Frame, unpacker: Unpacker) -> bytes:
         """Read and unpack the lines of a frame. Raises Corrupt, OSError."""
         data = os.pread(self.file, frame.size, frame.at)
         try:
@@ -81,7 +81,7 @@ class Handles:
         self._handles: OrderedDict[str, Handle] = OrderedDict()
         self._frames: OrderedDict[tuple[int, int], bytes] = OrderedDict()  # by handle, index
         self._unpacked = 0  # bytes of these frames
-        self._unpacker = frames.Unpacker()
+        self._unpacker = Unpacker()
 
     @contextmanager
     def use(self, stem: str, fresh: bool = False) -> Iterator[Handle]:
@@ -249,7 +249,7 @@ class Segments:
         footer = self.footer(stem) if stem.startswith(COMPACTED) else None
         return footer.replaces if footer else []
 
-    def footer(self, stem: str) -> frames.Footer | None:
+    def footer(self, stem: str) -> Footer | None:
         """Return the footer of a sealed segment; None if it is damaged or the segment is open.
 
         Raises Moved, StoreError.
@@ -383,7 +383,7 @@ def _lines_of_open(stem: str, handle: Handle, offset: int) -> Iterator[SegmentLi
 
 
 def _lines_of_sealed(stem: str, handle: Handle, offset: int) -> Iterator[SegmentLine | Damage]:
-    table, unpacker = handle.table, frames.Unpacker()
+    table, unpacker = handle.table, Unpacker()
     if table.gap and offset == 0:
         yield Damage(stem, table.gap.offset, table.gap.at, 0, table.gap.message)
     for number in range(max(0, table.find(offset)), len(table)):
@@ -397,7 +397,7 @@ def _lines_of_sealed(stem: str, handle: Handle, offset: int) -> Iterator[Segment
 
 
 def _lines_of_frame(
-    stem: str, frame: frames.Frame, data: bytes, start: int
+    stem: str, frame: Frame, data: bytes, start: int
 ) -> Iterator[SegmentLine | Damage]:
     offset = frame.offset
     for line in data[:-1].split(b"\n"):

@@ -14,7 +14,6 @@ import pytest
 import zstandard
 
 from cray_agents.errors import Corrupt, StoreError
-from cray_agents.runtime.store.segments import frames
 from cray_agents.runtime.store.segments import sealed as sealing
 from cray_agents.runtime.store.segments.line_format import COMPACTED
 from cray_agents.runtime.store.segments.reader import Moved, Segments
@@ -253,7 +252,7 @@ def test_a_half_done_seal_is_finished(tmp_path: Path) -> None:
     assert seal_orphans(tmp_path, nobody) == []
 
 
-@pytest.mark.parametrize("after", [0xFD2FB528, frames.FOOTER, frames.TRAILER])
+@pytest.mark.parametrize("after", [0xFD2FB528, sealing.FOOTER, sealing.TRAILER])
 def test_a_draft_that_reads_back_wrong_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:

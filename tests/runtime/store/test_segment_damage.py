@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cray_agents.errors import Corrupt
-from cray_agents.runtime.store.segments import frames, sealed
+from cray_agents.runtime.store.segments import sealed
 from cray_agents.runtime.store.segments.reader import SegmentLine, Segments
 from cray_agents.runtime.store.segments.repair import Finding, check, repair
 from cray_agents.runtime.store.segments.sealed import seal
@@ -23,7 +23,7 @@ class Sealed(NamedTuple):
 
     data: bytes
     lines: list[SegmentLine]
-    frames: list[frames.Frame]
+    frames: list[sealed.Frame]
     end: int  # of the last frame
 
 
@@ -35,7 +35,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Sealed:
         patch.setattr(sealed, "FRAME", 1500)
         target = seal(write_open(directory, "s", lines))
     file = os.open(target, os.O_RDONLY)
-    table = frames.read_table(file)
+    table = sealed.read_table(file)
     os.close(file)
     found = [table[number] for number in range(len(table))]
     assert len(found) == 14
@@ -48,7 +48,7 @@ def damaged(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> tuple[Path
     return directory, Segments(directory)
 
 
-def in_frames(lines: list[SegmentLine], broken: list[frames.Frame]) -> list[SegmentLine]:
+def in_frames(lines: list[SegmentLine], broken: list[sealed.Frame]) -> list[SegmentLine]:
     """The lines that do not stand in one of these frames."""
     return [
         each
@@ -190,7 +190,7 @@ def test_an_open_segment(
 def test_a_header_that_asks_for_all_memory_is_damage() -> None:
     header = b"\x28\xb5\x2f\xfd" + b"\xe4" + (2**50).to_bytes(8, "little")
     with pytest.raises(Corrupt):
-        frames.Unpacker().unpack(header + bytes(20), 100)
+        sealed.Unpacker().unpack(header + bytes(20), 100)
 
 
 def test_what_is_not_written_yet_is_no_damage(tmp_path: Path) -> None:
