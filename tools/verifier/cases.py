@@ -313,11 +313,11 @@ def _is_import(statement: ast.stmt) -> bool:
 
 
 def _of_statement(statement: ast.stmt) -> Case:
-    match statement:
-        case ast.Assert(test=test) | ast.Expr(value=test):
-            pass
-        case _:
-            test = None
+    test: ast.expr | None = None
+    if isinstance(statement, ast.Assert):
+        test = statement.test
+    elif isinstance(statement, ast.Expr):
+        test = statement.value
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
         for call, literal in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
             try:

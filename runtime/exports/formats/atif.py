@@ -57,7 +57,7 @@ def _agent(run: Run, tools: list[Json]) -> Json:
         {"type": "function", "function": function} if function is not None else tool
         for tool, function in zip(tools, functions, strict=True)
     ]
-    agent = {"name": run.agent or UNKNOWN, "version": UNKNOWN, "model_name": run.model}
+    agent: Json = {"name": run.agent or UNKNOWN, "version": UNKNOWN, "model_name": run.model}
     agent |= {"tool_definitions": defined, "extra": {"tools": tools} if defined != tools else None}
     return {name: value for name, value in agent.items() if value}
 

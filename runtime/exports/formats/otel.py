@@ -60,7 +60,8 @@ class _MessageTexts:
     def messages(self, messages: list[Message]) -> str | None:
         """Return the JSON of messages, None for none."""
         check_calls(self._run, messages)
-        return _json(self._run, [genai_message(message) for message in messages])
+        shaped = [genai_message(message) for message in messages]
+        return json_text(self._run, "messages", shaped) if shaped else None
 
     def prompt(self, messages: list[Message]) -> Json:
         """Return a call's attributes of its messages, of the new ones alone where all take much."""
