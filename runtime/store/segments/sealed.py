@@ -366,7 +366,7 @@ class _Draft:
         self._file.write(packed)
         self._crc = zlib.crc32(packed, self._crc)
         self._at += len(packed)
-        self._append([len(packed), len(data), len(self._lines)])
+        self._frames.append([len(packed), len(data), len(self._lines)])
         self._offset += len(data)
         self._lines, self._size = [], 0
 
