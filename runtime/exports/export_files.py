@@ -49,12 +49,10 @@ OnProgress = Callable[[ExportProgress], None]
 
 @dataclass(frozen=True)
 class FolderContents:
-    """Contents of a finished folder, for the files that a format adds to its shards."""
+    """Contents of a finished folder, for the files that a format adds. `rows`: of each shard."""
 
     path: Path
-    shards: Sequence[Path]
     rows: Sequence[int]
-    split: str
     source: ExportSource
     losses: dict[str, int]
 
@@ -240,13 +238,11 @@ def write_tables(
         shard.close()
     if shard_size is None:
         return [draft]
-    named = []
     for number, shard in enumerate(shards):
-        name = f"{source.split}-{number:05}-of-{len(shards):05}.parquet"
-        named.append(shard.path.replace(folder / name))
+        shard.path.replace(folder / f"{source.split}-{number:05}-of-{len(shards):05}.parquet")
     if form.finish is not None:
         rows = [shard.rows for shard in shards]
-        form.finish(FolderContents(draft, named, rows, source.split, source, counts.losses))
+        form.finish(FolderContents(draft, rows, source, counts.losses))
     durable.sync(folder)
     return [path for path in draft.rglob("*") if path.is_file()]
 

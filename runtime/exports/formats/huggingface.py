@@ -138,33 +138,27 @@ def _json(value: Any) -> str:
 
 def finish(folder: FolderContents) -> None:
     """Write the card beside the shards."""
-    name = folder.source.name
-    subject = folder.source.description
-    description = f"{subject[0].upper()}{subject[1:]}, exported by cray-agents"
-    durable.write_file(folder.path / "README.md", _card(name, description, folder).encode())
-
-
-def _card(name: str, description: str, folder: FolderContents) -> str:
-    rows = sum(folder.rows)
+    source, rows = folder.source, sum(folder.rows)
     columns = "\n".join(f"| `{column}` | {about} |" for column, about in ABOUT.items())
     lost = [f"- {loss.count:,} of them: {loss.sentence}" for loss in
             describe_losses(folder.losses).values()]  # fmt: skip
     losses = "\n".join(["What the rows do not carry:", "", *lost]) if lost else "Nothing is lost."
-    return f"""---
+    card = f"""---
 configs:
 - config_name: default
   data_files:
-  - split: {folder.split}
-    path: data/{folder.split}-*.parquet
+  - split: {source.split}
+    path: data/{source.split}-*.parquet
 tags:
 - agents
 - trajectories
 - cray-agents
 ---
 
-# {name}
+# {source.name}
 
-{description}: {rows:,} rows in {len(folder.shards)} files.
+{source.description[0].upper()}{source.description[1:]}, exported by cray-agents: \
+{rows:,} rows in {len(folder.rows)} files.
 
 | column | |
 |---|---|
@@ -175,9 +169,10 @@ tags:
 ```python
 from datasets import load_dataset
 
-rows = load_dataset(".", split="{folder.split}")  # or this folder's path
+rows = load_dataset(".", split="{source.split}")  # or this folder's path
 ```
 """
+    durable.write_file(folder.path / "README.md", card.encode())
 
 
 HUGGINGFACE = TableFormat(
