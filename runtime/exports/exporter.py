@@ -55,16 +55,11 @@ from cray_agents.runtime.store import Store
 
 Format = LineFormat | TableFormat
 #: An added format is listed here.
-_LINES = (JSONL, OPENAI, OPENAI_PREFERENCE, TRL, TRL_PROMPT_COMPLETION, TRL_PREFERENCE, SHAREGPT,
-          ATIF, OTEL, OPENENV, EVAL)  # fmt: skip
-_TABLES = (TOKENS, VERL, HUGGINGFACE)
-
-LINE_FORMATS = {each.name: each for each in _LINES}
-FORMATS: dict[str, Format] = {
-    **LINE_FORMATS,
-    **{each.name: each for each in _TABLES},
-    HTML.name: HTML,
-}
+_LISTED: tuple[Format, ...] = (
+    *(JSONL, OPENAI, OPENAI_PREFERENCE, TRL, TRL_PROMPT_COMPLETION, TRL_PREFERENCE, SHAREGPT, ATIF),
+    *(OTEL, OPENENV, EVAL, TOKENS, VERL, HUGGINGFACE, HTML),
+)
+FORMATS = {each.name: each for each in _LISTED}
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import pytest
 from cray_agents.errors import BadInput
 from cray_agents.records import Run
 from cray_agents.runtime.exports.export_format import line_of
-from cray_agents.runtime.exports.exporter import LINE_FORMATS
+from cray_agents.runtime.exports.formats.atif import ATIF as FORMAT
 from tests.support.exports.example_runs import chat, made
 
-ATIF = LINE_FORMATS["atif"].write_run
+ATIF = FORMAT.write_run
 
 #: Runs that this format cannot carry, and why.
 REFUSED = {
