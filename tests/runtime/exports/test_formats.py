@@ -77,6 +77,12 @@ SAMPLING = st.fixed_dictionaries(
 )
 MESSAGES = st.lists(MESSAGE, max_size=4)
 
+LINE_FORMATS = {
+    name: form
+    for name, form in FORMATS.items()
+    if isinstance(form, LineFormat) and form.with_store is None
+}
+
 
 def written(form: LineFormat, run: Run, other: Run) -> Written:
     """What the format makes of it. Raises BadInput."""
@@ -105,8 +111,7 @@ def test_anything_is_written_or_refused(
     run = made(trajectory=Trajectory(messages=messages, turns=turns, tools=tools), output=out)
     other = made("run-other", messages=chat("x", "y"))
     before = run.model_dump_json() if _is_json(run) else None
-    lines_of = [f for f in FORMATS.values() if isinstance(f, LineFormat) and f.with_store is None]
-    for form in lines_of:
+    for form in LINE_FORMATS.values():
         try:
             records, losses = written(form, run, other)
             lines = [orjson.loads(line_of(run, record)) for record in records]
