@@ -7,7 +7,6 @@ the root's `extra`. Only fields of content parts, such as an image's detail, are
 in exporter.py.
 """
 
-import mimetypes
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -30,7 +29,8 @@ VERSION = "ATIF-v1.7"
 UNKNOWN = "unknown"  # for fields that the schema requires and a run may lack
 _SOURCES = {"system": "system", "developer": "system", "user": "user", "assistant": "agent"}
 _RESULTS = ("tool", "function")
-_IMAGES = ("image/jpeg", "image/png", "image/gif", "image/webp")
+_IMAGES = {"jpg": "image/jpeg", "jpeg": "image/jpeg", "png": "image/png", "gif": "image/gif",
+           "webp": "image/webp"}  # fmt: skip
 
 
 def _write_run(run: Run) -> Written:
@@ -214,9 +214,12 @@ def _part(run: Run, path: str, part: Json) -> Json:
     if url is None:
         problem = f"has a part of type {part.get('type')!r}, neither text nor image"
         raise unsupported(run, path, problem)
-    media_type, _ = mimetypes.guess_type(re.split("[?#]", url, maxsplit=1)[0], strict=False)
-    media_type = (media_type or "").lower()
-    if media_type not in _IMAGES:
+    if url.startswith("data:"):
+        media_type = re.split("[,;]", url.removeprefix("data:"), maxsplit=1)[0].lower()
+    else:
+        path_of_url = re.split("[?#]", url, maxsplit=1)[0]
+        media_type = _IMAGES.get(path_of_url.rpartition(".")[2].lower(), "")
+    if media_type not in _IMAGES.values():
         problem = f"has an image that is not known to be JPEG, PNG, GIF or WebP: {url[:80]}"
         raise unsupported(run, path, problem)
     return {"type": "image", "source": {"media_type": media_type, "path": url}}
