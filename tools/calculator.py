@@ -27,7 +27,8 @@ def _power(base: float, exponent: float) -> float:
         bits = (abs(base).bit_length() - 1) * exponent
         if bits > MAX_BITS:
             raise OverflowError(f"{bits} bits")
-    return operator.pow(base, exponent)
+    result: float = base**exponent
+    return result
 
 
 _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {

@@ -98,8 +98,8 @@ class Store(RunStatistics):
         self._refreshing = threading.Lock()
         self._watcher: Tell | None = None
         self._conversations_until = time.time()  # those recorded before are known
-        for _, *conversation in self.index.conversations():
-            self.conversations.learn(*conversation)
+        for _, request, run_id, call_ids, text in self.index.conversations():
+            self.conversations.learn(request, run_id, call_ids, text)
         self.refresh()
 
     async def append(
@@ -327,9 +327,9 @@ class Store(RunStatistics):
         """
         self.refresh()
         since, newest = self._conversations_until - RECORDED_LATE, self._conversations_until
-        for at, *conversation in self.index.conversations(since):
+        for at, request, run_id, call_ids, text in self.index.conversations(since):
             newest = max(newest, at)
-            self.conversations.learn_once(*conversation)
+            self.conversations.learn_once(request, run_id, call_ids, text)
         self._conversations_until = newest
 
     def seal_orphans(self, older_than: float = ORPHANED) -> None:

@@ -35,7 +35,7 @@ def test_create_list_revoke(tmp_path: Path) -> None:
     other = json.loads(cli("keys", "create", "bob", "--json", *home, cwd=tmp_path).stdout)
     assert (other["name"], other["role"], other["secret"][:8]) == ("bob", "use", "sk-cray-")
     ended = cli("keys", "revoke", "ann", "--reason", "she left", *home, cwd=tmp_path)
-    assert read_audit(Home(tmp_path).audit).rows[-1].reason == "she left"
+    assert read_audit(Home(tmp_path).audit)[-1].reason == "she left"
     assert (ended.returncode, found.id in ended.stdout) == (0, True)
     listed = cli("keys", "list", "--json", *home, cwd=tmp_path).stdout
     rows = [(row["name"], row["role"], row["state"]) for row in json.loads(listed)]

@@ -13,7 +13,7 @@ from cray_agents.paths import Home
 from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.runtime.disk.turns import TURN, ReadGivenUp
 from cray_agents.runtime.store import Store
-from cray_agents.runtime.store.index import statistics
+from cray_agents.runtime.store.index import run_queries
 
 RUNS = 8000
 NAMES = ("reward", "seconds", "turns", "tokens")
@@ -73,9 +73,9 @@ def test_a_few_runs_of_a_time_are_counted_like_all(
             store.histograms(which, NAMES, 8),
         )
 
-    monkeypatch.setattr(statistics, "FEW", 1)
+    monkeypatch.setattr(run_queries, "FEW", 1)
     few = counted()
-    monkeypatch.setattr(statistics, "FEW", 0)
+    monkeypatch.setattr(run_queries, "FEW", 0)
     all_of = counted()
     assert sum(row["runs"] for row in few[0]) == 801
     assert few[1:] == all_of[1:]

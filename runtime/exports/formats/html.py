@@ -86,10 +86,8 @@ class RunPacker:
             "included": included,
             "window": WINDOW,
         }
-        # within a script: no `<`, nothing beyond ASCII
-        plain = json.dumps(about, separators=(",", ":")).replace("<", "\\u003c")
         scripts = [
-            f'<script type="application/json" data-run>{plain}</script>',
+            f'<script type="application/json" data-run>{_plain(about)}</script>',
             _script(run.id, "outline", _pack({"data": outline["data"][:included]})),
             *(_script(run.id, str(number), part) for number, part in enumerate(packed)),
             _script(run.id, "tokens", _pack(texts.as_json())),
@@ -186,6 +184,11 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     if one[:most] == other[:most]:
         return most
     return next(at for at in range(most) if one[at] != other[at])
+
+
+def _plain(value: Any) -> str:
+    """Return JSON that can stand in a script: no `<`, nothing beyond ASCII."""
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _pack(value: Any) -> str:
