@@ -22,7 +22,7 @@ from cray_agents.runtime.exports.export_format import (
 )
 from cray_agents.runtime.exports.exporter import FORMATS
 from cray_agents.runtime.exports.sources import run_of_demonstration
-from tests.support.exports.example_runs import called, chat, made
+from tests.support.exports.example_runs import LINE_FORMATS, called, chat, made
 
 BIG = 123456789012345678901234567890
 DEEP = '{"a":' * 70 + "1" + "}" * 70
@@ -76,12 +76,6 @@ SAMPLING = st.fixed_dictionaries(
     },
 )
 MESSAGES = st.lists(MESSAGE, max_size=4)
-
-LINE_FORMATS = {
-    name: form
-    for name, form in FORMATS.items()
-    if isinstance(form, LineFormat) and form.with_store is None
-}
 
 
 def written(form: LineFormat, run: Run, other: Run) -> Written:

@@ -12,13 +12,12 @@ from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.records import Message, Run, Task
 from cray_agents.runtime.exports.export_format import Written
-from cray_agents.runtime.exports.exporter import LINE_FORMATS
 from cray_agents.runtime.exports.formats.huggingface import rows_of
 from cray_agents.runtime.exports.formats.verl import rows_of as verl_rows
 from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.calculator import calculator
-from tests.support.exports.example_runs import called, of_calls
+from tests.support.exports.example_runs import LINE_FORMATS, called, of_calls
 from tests.support.scripted_platform import platform
 
 SORT, BILL = "You sort.", "You bill."

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from cray_agents.errors import BadInput
 from cray_agents.records import Reward, Run
 from cray_agents.runtime.exports.export_format import line_of
-from cray_agents.runtime.exports.exporter import LINE_FORMATS
 from tests.support.environments.pythons import venv
-from tests.support.exports.example_runs import called, chat, made, of_calls
+from tests.support.exports.example_runs import LINE_FORMATS, called, chat, made, of_calls
 
 JSONL = LINE_FORMATS["jsonl"].write_run
 

@@ -14,9 +14,15 @@ from pydantic import TypeAdapter
 from cray_agents.errors import BadInput
 from cray_agents.records import Run, Trajectory, Turn
 from cray_agents.runtime.exports.export_format import line_of
-from cray_agents.runtime.exports.exporter import LINE_FORMATS
 from cray_agents.runtime.fine_tuning.examples import Example, read_examples
-from tests.support.exports.example_runs import HISTORY, called, chat, made, stated_losses
+from tests.support.exports.example_runs import (
+    HISTORY,
+    LINE_FORMATS,
+    called,
+    chat,
+    made,
+    stated_losses,
+)
 
 OPENAI = LINE_FORMATS["openai"].write_run
 PREFERENCE = LINE_FORMATS["openai-preference"].write_pair

@@ -17,9 +17,8 @@ from opentelemetry.semconv.schemas import Schemas
 from cray_agents.errors import BadInput
 from cray_agents.records import Reward, Run
 from cray_agents.runtime.exports.export_format import line_of
-from cray_agents.runtime.exports.exporter import LINE_FORMATS
 from cray_agents.runtime.exports.formats import otel
-from tests.support.exports.example_runs import called, chat, made, of_calls
+from tests.support.exports.example_runs import LINE_FORMATS, called, chat, made, of_calls
 
 OTEL = LINE_FORMATS["otel"].write_run
 IDS = ("traceId", "spanId", "parentSpanId")

@@ -8,8 +8,7 @@ import pytest
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Run
-from cray_agents.runtime.exports.exporter import LINE_FORMATS
-from tests.support.exports.example_runs import chat, made, stated_losses
+from tests.support.exports.example_runs import LINE_FORMATS, chat, made, stated_losses
 
 SHAREGPT = LINE_FORMATS["sharegpt"].write_run
 

@@ -10,10 +10,9 @@ from cray_agents.errors import BadInput
 from cray_agents.records import Run
 from cray_agents.runtime.datasets.demonstrations import Renderer
 from cray_agents.runtime.exports.export_format import Written, line_of
-from cray_agents.runtime.exports.exporter import LINE_FORMATS
 from cray_agents.runtime.store.run_conversation import conversation_of
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
-from tests.support.exports.example_runs import chat, made, stated_losses
+from tests.support.exports.example_runs import LINE_FORMATS, chat, made, stated_losses
 
 TRL = LINE_FORMATS["trl"].write_run
 COMPLETION = LINE_FORMATS["trl-prompt-completion"].write_run

@@ -9,10 +9,10 @@ import pytest
 
 from cray_agents.errors import BadInput
 from cray_agents.records import ModelCall, Reward, Run, StopReason, Task, Trajectory, Turn
-from cray_agents.runtime.exports.exporter import LINE_FORMATS
 from cray_agents.runtime.imports import FORMATS, Importing
 from cray_agents.runtime.store.assembly import assemble
 from tests.support.command_line import cli
+from tests.support.exports.example_runs import LINE_FORMATS
 
 TRACE: dict[str, Any] = {
     "schema_version": 1,

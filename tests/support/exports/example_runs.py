@@ -26,12 +26,19 @@ from cray_agents.records import (
     Trajectory,
     Turn,
 )
-from cray_agents.runtime.exports.export_format import LOSSES, Written, line_of
+from cray_agents.runtime.exports.export_format import LOSSES, LineFormat, Written, line_of
+from cray_agents.runtime.exports.exporter import FORMATS
 from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.calculator import calculator
 from tests.support.scripted_platform import platform
 
+#: Those that write a run, or a pair, by itself.
+LINE_FORMATS = {
+    name: form
+    for name, form in FORMATS.items()
+    if isinstance(form, LineFormat) and form.with_store is None
+}
 SUM = Task(input="What is 47 + 385?", target="432", metadata={"kind": "sum"}, id="sum")
 HISTORY: list[Message] = [
     {"role": "user", "content": "Earlier?"},
