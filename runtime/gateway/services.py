@@ -33,7 +33,6 @@ from cray_agents.runtime.gateway.tinker.samples import TinkerSamples
 from cray_agents.runtime.gateway.tinker.training_runs import TinkerFiles
 from cray_agents.runtime.gateway.version_switch import VersionSwitcher
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.pool.published_replicas import publish
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.feedback import REWARD_LIMIT
@@ -151,9 +150,7 @@ class Services:
         """Let further gateways find the replicas, and reckon with what they record and send."""
         if not self.several_gateways:
             self.several_gateways = self.idempotency_keys.shared = True
-            self.pool.note_other_gateways()
-            work = partial(publish, self.pool, self.home.serving)
-            self.tasks.keep("publishing of replicas", work)
+            self.tasks.keep("publishing of replicas", partial(self.pool.publish, self.home.serving))
 
     def _replica_states(self) -> list[Any]:
         """Return what of the replicas is worth a look at the pool when it changes."""

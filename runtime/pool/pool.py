@@ -8,7 +8,6 @@ changes when. Read next: rolling_swap.py; replica.py, the change of one replica.
 import asyncio
 from collections import Counter
 from collections.abc import (
-    AsyncGenerator,
     AsyncIterator,
     Callable,
     Collection,
@@ -22,16 +21,15 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from cray_agents.errors import CrayError, Displaces, NotLoaded, PoolBusy
-from cray_agents.ports import EngineCall
 from cray_agents.records import ProbePrompt, ProbeReport
 from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits
 from cray_agents.runtime.pool.golden_probe import LoadedVersion
 from cray_agents.runtime.pool.place import EngineHost
-from cray_agents.runtime.pool.published_replicas import PublishedReplica, ServingLimits
+from cray_agents.runtime.pool.published_replicas import PublishedPool, ServingLimits, publish
 from cray_agents.runtime.pool.received_weights import ReceivedWeights
 from cray_agents.runtime.pool.replica import Replica
-from cray_agents.runtime.pool.request_router import PoolNotifier, RequestRouter, Wanted
+from cray_agents.runtime.pool.request_router import PoolNotifier, RequestRouter
 from cray_agents.runtime.pool.rolling_swap import find_free_slots, rolling_swap, stage_on_one_slot
 from cray_agents.runtime.pool.upkeep import GpuSleep, Upkeep
 from cray_agents.runtime.pool.vllm_engine import ReplicaServer
@@ -58,13 +56,13 @@ def _note_slowest(seconds: dict[str, float], replica: dict[str, float]) -> None:
         seconds[phase] = max(seconds.get(phase, 0.0), value)
 
 
-class Pool:
+class Pool(RequestRouter):
     """The replicas of a platform, and the routing of requests to them.
 
     Args:
         engines: a `VllmProcess` or `SlurmReplica` each; in tests an `InProcessEngine`.
         probe_limits: largest allowed logprob differences on a probe, by the engines' dtype.
-        wait_timeout: seconds that a request waits for its version.
+        wait_timeout: see `RequestRouter`.
         slots, start_timeout: of each replica: what further gateways go by.
         drain_timeout: seconds that a swap waits for the requests in flight. After that it changes
             nothing.
@@ -97,19 +95,18 @@ class Pool:
         affinity: float = 1.5,
     ) -> None:
         self._name_of = name_of
-        self._notifier = PoolNotifier()
-        limits = (probe_limits, drain_timeout, self._notifier)
+        self._changes = PoolNotifier()
+        limits = (probe_limits, drain_timeout, self._changes)
         self._slots = [PoolReplica(engine, *limits) for engine in engines]
         self._spares = [PoolReplica(engine, *limits) for engine in spares]
         self._all = [*self._slots, *self._spares]
+        super().__init__(self._all, self._changes, wait_timeout, affinity)
         self._spare_seconds = spare_seconds
         self.swap_mode: SwapMode = swap_mode
         self._swap_share = swap_share
         self._incumbent = ""  # the version most recently loaded on all replicas
         self._former = ""  # the incumbent before, for a rollback
         self._candidate = ""  # the version most recently staged
-        self._router = RequestRouter(self._all, self._notifier, wait_timeout, self.recall, affinity)
-        self._wait_timeout = wait_timeout
         self.limits = ServingLimits(
             max_num_seqs=slots, start_timeout=start_timeout, swap_timeout=wait_timeout
         )
@@ -175,7 +172,7 @@ class Pool:
 
     def wake(self) -> None:
         """Let waiting requests look up their version again: a name's meaning has changed."""
-        self._notifier.notify()
+        self._changes.notify()
 
     @contextmanager
     def rollback_waiting(self) -> Iterator[None]:
@@ -184,7 +181,7 @@ class Pool:
         The change stops waiting for requests and starts on no further replica. A replica whose
         weights are being loaded proves them first.
         """
-        with self._notifier.rollback_waiting():
+        with self._changes.rollback_waiting():
             yield
 
     @property
@@ -192,22 +189,19 @@ class Pool:
         """True if a replica can answer now, or will for the first request that comes."""
         return self.serving > 0 or 0 < len(self._slots) == self.away
 
-    @property
-    def serving(self) -> int:
-        """The number of replicas that can answer now."""
-        return self._router.serving
+    def published(self) -> PublishedPool:
+        """Return the record of the pool for other gateways."""
+        return PublishedPool(
+            limits=self.limits,
+            replicas=[slot.published() for slot in self._all],
+            incumbent=self.incumbent,
+            swapping=self.swapping,
+        )
 
-    def note_other_gateways(self) -> None:
-        """Note that other gateways send requests to the same replicas."""
-        self._router.shared = True
-
-    async def wait_for_change(self) -> None:
-        """Return when a replica has changed, or a request may have ended."""
-        await self._notifier.wait()
-
-    def published(self) -> list[PublishedReplica]:
-        """Return a record of each replica for other gateways."""
-        return [slot.published() for slot in self._all]
+    async def publish(self, path: Path) -> None:
+        """Let other gateways send requests to the same replicas, until cancelled."""
+        self.shared = True
+        await publish(self.published, self._changes, path)
 
     def fail(self, number: int, losses: int, why: str) -> None:
         """Note that another gateway found the engine of a replica, by its place, dead."""
@@ -249,19 +243,15 @@ class Pool:
             called = True
         if called:
             with suppress(TimeoutError):  # the change then says that none can be spared
-                await self._notifier.wait_until(
+                await self._changes.wait_until(
                     lambda: sum(slot.state == "serving" for slot in self._slots) >= count,
-                    self._wait_timeout,
+                    self.wait_timeout,
                 )
 
     @property
     def incumbent(self) -> str:
         """The version most recently loaded on all replicas."""
         return self._incumbent
-
-    def serves(self, version: str) -> bool:
-        """Tell whether a replica can answer with a version now."""
-        return self._router.serves(version)
 
     def expects(self, version: str) -> bool:
         """Tell whether a replica answers with a version now or after a change or a restart."""
@@ -385,10 +375,6 @@ class Pool:
                 raise
             for woken in await asyncio.gather(*(slot.sleep.wake_up() for slot in sleeping)):
                 _note_slowest(seconds, woken)
-
-    def answer(self, version: Wanted, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
-        """Answer a request: see `RequestRouter.answer`."""
-        return self._router.answer(version, exchange)
 
     async def stage(
         self,

@@ -33,7 +33,7 @@ from cray_agents.runtime.files.files import (
 from cray_agents.runtime.files.uploads import PART_BYTES, UploadPart, UploadRequest, Uploads
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
-from cray_agents.runtime.gateway.http.bodies import answer_read, json_response, page, parse
+from cray_agents.runtime.gateway.http.bodies import json_response, page, parse
 from cray_agents.runtime.gateway.http.client_work import aside
 from cray_agents.runtime.gateway.http.error_envelope import envelope
 from cray_agents.runtime.gateway.http.fields import (
@@ -102,22 +102,17 @@ class ContentResponse(FileResponse):
 
 
 @router.get("/v1/files", Role.use, answer=ListPage[File])
-async def list_files(
+def list_files(
     services: Current,
-    request: Request,
     after: After = None,
     limit: Annotated[int, Query(ge=0, le=PAGE_LIMIT)] = PAGE_LIMIT,
     order: Order = "desc",
     purpose: Purpose | None = None,
-) -> Response:
+) -> dict[str, Any]:
     """List the files, by time of creation."""
-
-    def read() -> dict[str, Any]:
-        listing = services.files.list(after, limit, order, purpose)
-        rows = [file.to_openai() for file in listing.rows]
-        return page(rows, listing.has_more, damaged=listing.damaged)
-
-    return await answer_read(request, read)
+    listing = services.files.list(after, limit, order, purpose)
+    rows = [file.to_openai() for file in listing.rows]
+    return page(rows, listing.has_more, damaged=listing.damaged)
 
 
 @router.post(

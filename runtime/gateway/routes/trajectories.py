@@ -4,7 +4,6 @@ import asyncio
 import math
 import time
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
 
 import orjson
@@ -21,7 +20,6 @@ from cray_agents.runtime.disk.turns import INLINE
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import Caller, caller_of
 from cray_agents.runtime.gateway.http.bodies import (
-    answer_read,
     field,
     json_response,
     page,
@@ -129,10 +127,10 @@ ShownRun = Annotated[
 ]
 
 
-@router.get("/v1/trajectories", Role.train, answer=ListPage[ShownRun | Summary], local=True)
-async def list_runs(
-    services: Current, request: Request, wanted: Annotated[RunsWanted, Query()]
-) -> Response:
+@router.get(
+    "/v1/trajectories", Role.train, answer=ListPage[ShownRun | Summary], local=True, long=True
+)
+def list_runs(services: Current, wanted: Annotated[RunsWanted, Query()]) -> bytes:
     """List the matching runs.
 
     Without `tokens` the three token lists of each call are empty; `usage` still counts them.
@@ -144,14 +142,15 @@ async def list_runs(
         raise BadInput("a summary has no tokens: leave out view, or tokens", param="tokens")
     which = wanted.filter.model_dump()
     runs = RunQuery(**which, order=wanted.order, after=wanted.after, limit=limit + 1)
-    read = partial(_summaries, services) if brief else partial(_runs, services, wanted.tokens)
-    return await answer_read(request, lambda: _page(read(runs), limit), long=True)
+    if brief:
+        return _page(_summaries(services.store, runs), limit)
+    return _page((_render(run, wanted.tokens) for run in services.store.stream(runs)), limit)
 
 
 @router.get("/v1/trajectories/{run_id}", Role.use, answer=ShownRun, local=True)
-async def retrieve_run(services: Current, request: Request, run_id: RunId) -> Response:
+def retrieve_run(services: Current, run_id: RunId) -> dict[str, Any]:
     """Return a run, with its tokens."""
-    return await answer_read(request, lambda: _render(services.store.run(run_id), tokens=True))
+    return _render(services.store.run(run_id), tokens=True)
 
 
 @router.delete("/v1/trajectories/{run_id}", Role.admin, answer=Deleted)
@@ -336,13 +335,9 @@ def _page(runs: Iterable[dict[str, Any]], limit: int) -> bytes:
     return dump_json({**page(rows, False), "data": texts})
 
 
-def _runs(services: Services, tokens: bool, runs: RunQuery) -> Iterator[dict[str, Any]]:
-    return (_render(run, tokens) for run in services.store.stream(runs))
-
-
-def _summaries(services: Services, runs: RunQuery) -> Iterator[dict[str, Any]]:
+def _summaries(store: Store, runs: RunQuery) -> Iterator[dict[str, Any]]:
     """Yield the facts that the index holds, without reading events of described runs."""
-    for row in with_heads(services.store, services.store.facts(runs)):
+    for row in with_heads(store, store.facts(runs)):
         yield {"id": row.run_id, **{k: v for k, v in row._asdict().items() if k != "run_id"}}
 
 
