@@ -56,6 +56,9 @@ class ControllerClaim:
     replicas: str = ""
 
 
+UNKNOWN = ControllerClaim("", "", 0, here=False)
+
+
 def read_claim(home: Home) -> ControllerClaim | None:
     """Return the claim on a root; None without one. Raises OSError, of which Corrupt is one.
 
@@ -72,32 +75,12 @@ def read_claim(home: Home) -> ControllerClaim | None:
 
 
 class ControllerLink:
-    """The way to the controller of a root. Close it when done."""
+    """The way to the controller of a root, by its `claim` as last read. Close it when done."""
 
     def __init__(self, home: Home) -> None:
         self._home = home
-        self._claim: ControllerClaim | None = None
+        self.claim = UNKNOWN
         self._session: aiohttp.ClientSession | None = None
-
-    @property
-    def token(self) -> str:
-        """The controller's key, as last read; "" without one."""
-        return "" if self._claim is None else self._claim.token
-
-    @property
-    def term(self) -> int:
-        """The controller's term, as last read; 0 without one."""
-        return 0 if self._claim is None else self._claim.term
-
-    @property
-    def replicas(self) -> str:
-        """The controller's `--replicas`, as last read; "" if unknown."""
-        return "" if self._claim is None else self._claim.replicas
-
-    @property
-    def is_here(self) -> bool:
-        """True if the controller is on this host."""
-        return self._claim is not None and self._claim.here
 
     async def follow(self) -> None:
         """Read the claim again and again, until cancelled."""
@@ -107,12 +90,12 @@ class ControllerLink:
 
     async def look(self) -> bool:
         """Read the claim; return True if the controller is another one now."""
-        before = self._claim
+        before = self.claim
         try:
-            self._claim = await asyncio.to_thread(read_claim, self._home)
+            self.claim = await asyncio.to_thread(read_claim, self._home) or UNKNOWN
         except (OSError, KeyError, TypeError, ValueError) as error:  # the last known may be right
             log.warning("the controller is not known anew: %s", error)
-        return self._claim is not None and self._claim != before
+        return self.claim not in (UNKNOWN, before)
 
     async def ask(
         self, path: str, body: dict[str, Any], seconds: float | None = None
@@ -158,7 +141,7 @@ class ControllerLink:
                 response = await self._send(claim, scope, body)
             except aiohttp.ClientConnectorError as error:
                 await self.look()
-                if not body.begun and self._claim != claim:
+                if not body.begun and self.claim != claim:
                     continue
                 raise _nobody(error) from error
             except (aiohttp.ClientError, TimeoutError) as error:
@@ -201,14 +184,15 @@ class ControllerLink:
         )
 
     def _known(self) -> ControllerClaim:
-        if self._claim is None or not self._claim.url:
-            raise _nobody("it listens on loopback of another host" if self._claim else "")
-        return self._claim
+        if not self.claim.url:
+            known = self.claim is not UNKNOWN
+            raise _nobody("it listens on loopback of another host" if known else "")
+        return self.claim
 
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:  # made late because it belongs to the running loop
             self._session = aiohttp.ClientSession(
-                connector=ProvedConnector(lambda: self.token),
+                connector=ProvedConnector(lambda: self.claim.token),
                 timeout=aiohttp.ClientTimeout(total=None),
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),

@@ -16,17 +16,14 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.routing import BaseRoute, Route
 
 from cray_agents.errors import CrayError, NoController, NotFound
-from cray_agents.ports import EngineCall
-from cray_agents.records import ModelVersion
 from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.gateway.app import enclose, routes
 from cray_agents.runtime.gateway.controller_link import ControllerLink
@@ -36,7 +33,7 @@ from cray_agents.runtime.gateway.http.bounds import MAX_BODY
 from cray_agents.runtime.gateway.http.client_work import ClientWork
 from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.model_calls.admission import Admission
-from cray_agents.runtime.gateway.model_calls.canary_traffic import tell_outcome
+from cray_agents.runtime.gateway.model_calls.canary_traffic import LiveCanaries
 from cray_agents.runtime.gateway.model_calls.control_tokens import ControlTokens
 from cray_agents.runtime.gateway.model_calls.idempotency import IdempotencyKeys
 from cray_agents.runtime.gateway.ownership import RunOwners
@@ -124,50 +121,23 @@ class ControllerReports:
             await asyncio.sleep(REPORT_INTERVAL)
 
 
-class FollowedCanaries:
-    """Versions of live sessions, as the controller's `CanaryTraffic` draws them.
+class FollowedCanaries(LiveCanaries):
+    """The running canaries, whose outcomes are reported to the controller, which alone judges.
 
-    Outcomes are reported to the controller, which alone judges. A canary whose version no replica
-    serves gets no sessions.
+    A canary whose version no replica serves gets no sessions.
     """
 
     def __init__(self, registry: Registry, pool: FollowedPool, reports: ControllerReports) -> None:
-        self._registry = registry
+        super().__init__(registry)
         self._pool = pool
         self._reports = reports
-        self._canaries: dict[str, Canary] = {}
 
-    def _canary(self, name: str) -> Canary | None:
-        start = self._registry.canary(name)
-        if start is None:
-            self._canaries.pop(name, None)
-            return None
-        canary = self._canaries.get(name)
-        if canary is None or canary.start != start:
-            canary = self._canaries[name] = Canary(start)
-        return canary
+    def _takes_sessions(self, canary: Canary) -> bool:
+        return self._pool.serves(canary.version)
 
-    def resolve(self, model: str, session: str) -> ModelVersion:
-        """Return the version that a model means now, in a session. Raises NotFound."""
-        version = self._registry.resolve(model)
-        if version.id == model or (canary := self._canary(model)) is None:
-            return version
-        drawn = canary.draws(session) and self._pool.serves(canary.version)
-        return self._registry.resolve(canary.version) if drawn else version
-
-    def count_outcome(
-        self,
-        model: str,
-        session: str,
-        exchange: EngineCall,
-        pieces: AsyncGenerator[bytes, None],
-        last_event: bytes | None,
-    ) -> AsyncGenerator[bytes, None]:
-        """Return the same pieces and, if a canary runs, report whether they end well."""
-        if model not in self._canaries:
-            return pieces
-        note = partial(self._reports.note_outcome, model, session)
-        return tell_outcome(note, exchange, pieces, last_event)
+    def note_outcome(self, model: str, session: str, version: str, *, failed: bool) -> None:
+        """Report the outcome of an answer."""
+        self._reports.note_outcome(model, session, version, failed=failed)
 
     async def note_reward(self, run_id: str) -> None:
         """Report the reward of a run."""
@@ -175,10 +145,7 @@ class FollowedCanaries:
 
 
 class FollowedVersions:
-    """Stand-in for the `VersionSwitcher`, as far as calls need one. Changes are the controller's.
-
-    `leases`: none are held here.
-    """
+    """Stand-in for the `VersionSwitcher`, as far as calls need one: the controller changes."""
 
     def __init__(
         self,
@@ -243,15 +210,11 @@ class FurtherServices:
     traces: "LiveTraces | None" = None
     work: ClientWork = field(default_factory=ClientWork)
     metrics: Metrics = field(default_factory=Metrics)
-    several_gateways: bool = field(default=True, init=False)
-    tasks: BackgroundTasks = field(default_factory=BackgroundTasks, init=False)
-    run_owners: RunOwners = field(init=False)
-    idempotency_keys: IdempotencyKeys = field(init=False)
-    versions: FollowedVersions = field(init=False)
-    control_tokens: ControlTokens = field(init=False)
 
     def __post_init__(self) -> None:
         """Make the parts that consist of other parts."""
+        self.several_gateways = True
+        self.tasks = BackgroundTasks()
         self.run_owners = RunOwners(self.store)
         self.idempotency_keys = IdempotencyKeys(self.store, shared=True)
         self.versions = FollowedVersions(self.registry, self.pool, self.reports, self.link)
@@ -261,7 +224,7 @@ class FurtherServices:
     @property
     def token(self) -> str:
         """The platform's own key."""
-        return self.link.token
+        return self.link.claim.token
 
     async def follow(self) -> None:
         """Follow the controller and its replicas, until closed."""
@@ -289,7 +252,7 @@ def share_of(number: int, reports: ControllerReports) -> int:
 
 def create_further_app(services: FurtherServices, keys: Keys, mode: Mode) -> Starlette:
     """Return the ASGI application over these services. Keys and mode: see `Access`."""
-    access = Access(keys, mode, lambda: services.link.token)
+    access = Access(keys, mode, lambda: services.link.claim.token)
     return enclose([*_routes(services.link)], services, access)
 
 

@@ -94,25 +94,6 @@ class Services:
     exports: set[Process] = field(default_factory=set)
     sign_ins: SignIns = field(default_factory=SignIns)
     prices: PriceSettings = field(default_factory=PriceSettings)
-    several_gateways: bool = field(default=False, init=False)
-    run_owners: RunOwners = field(init=False)
-    idempotency_keys: IdempotencyKeys = field(init=False)
-    audit: AuditLog = field(init=False)
-    files: Files = field(init=False)
-    uploads: Uploads = field(init=False)
-    sweeper: Sweeper = field(init=False)
-    batches: BatchQueue = field(init=False)
-    rollouts: RolloutQueue = field(init=False)
-    fine_tuning: FineTuning = field(init=False)
-    datasets: BuildProcess = field(init=False)
-    run_pages: RunPages = field(init=False)
-    changes: ChangeFeed = field(init=False)
-    vocabularies: Vocabularies = field(default_factory=Vocabularies, init=False)
-    control_tokens: ControlTokens = field(init=False)
-    versions: VersionSwitcher = field(init=False)
-    tinker: TinkerFiles = field(init=False)
-    tinker_samples: TinkerSamples = field(default_factory=TinkerSamples, init=False)
-    tasks: BackgroundTasks = field(default_factory=BackgroundTasks, init=False)
 
     @property
     def max_settings(self) -> int:
@@ -121,6 +102,10 @@ class Services:
 
     def __post_init__(self) -> None:
         """Make the parts that consist of other parts."""
+        self.several_gateways = False
+        self.tasks = BackgroundTasks()
+        self.vocabularies = Vocabularies()
+        self.tinker_samples = TinkerSamples()
         self.run_owners = RunOwners(self.store)
         self.idempotency_keys = IdempotencyKeys(self.store)
         self.audit = AuditLog(self.home.audit)

@@ -16,9 +16,9 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import asynccontextmanager, contextmanager, suppress
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from cray_agents.errors import CrayError, Displaces, NotLoaded, PoolBusy
 from cray_agents.records import ProbePrompt, ProbeReport
@@ -27,14 +27,14 @@ from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits
 from cray_agents.runtime.pool.golden_probe import LoadedVersion
 from cray_agents.runtime.pool.place import EngineHost
 from cray_agents.runtime.pool.published_replicas import PublishedPool, ServingLimits, publish
-from cray_agents.runtime.pool.received_weights import ReceivedWeights
 from cray_agents.runtime.pool.replica import Replica
 from cray_agents.runtime.pool.request_router import PoolNotifier, RequestRouter
 from cray_agents.runtime.pool.rolling_swap import find_free_slots, rolling_swap, stage_on_one_slot
-from cray_agents.runtime.pool.upkeep import GpuSleep, Upkeep
+from cray_agents.runtime.pool.upkeep import GpuSleep, ReceivedWeights, Upkeep
 from cray_agents.runtime.pool.vllm_engine import ReplicaServer
 
 T = TypeVar("T")
+Given = ParamSpec("Given")
 
 
 class PoolReplica(Replica):
@@ -49,6 +49,19 @@ class PoolReplica(Replica):
 
 
 SwapMode = Literal["drain", "keep"]  # drain: requests in flight end before weights change
+
+
+def _to_the_end(
+    change: Callable[Concatenate["Pool", Given], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate["Pool", Given], Coroutine[Any, Any, T]]:
+    """Return a change of weights that goes on to its end, though its caller be cancelled."""
+
+    @wraps(change)
+    async def shielded(pool: "Pool", *args: Given.args, **options: Given.kwargs) -> T:
+        work = change(pool, *args, **options)
+        return await asyncio.shield(pool._tasks.run("weight change", work))
+
+    return shielded
 
 
 def _note_slowest(seconds: dict[str, float], replica: dict[str, float]) -> None:
@@ -301,6 +314,7 @@ class Pool(RequestRouter):
         added = {"turns": 1.0} | seconds
         self._turns = before | {name: before.get(name, 0.0) + added[name] for name in added}
 
+    @_to_the_end
     async def load_beside(
         self, checkpoint: Path, version: str, probe: list[ProbePrompt], protected: Collection[str]
     ) -> ProbeReport:
@@ -310,10 +324,7 @@ class Pool(RequestRouter):
         the caller is cancelled. Raises NotLoaded at once where neither way is possible; SwapError,
         EngineError.
         """
-        loaded = LoadedVersion.create(checkpoint, version, probe, self._name_of)
-        return await self._change(self._load_beside(loaded, protected))
-
-    async def _load_beside(self, new: LoadedVersion, protected: Collection[str]) -> ProbeReport:
+        new = LoadedVersion.create(checkpoint, version, probe, self._name_of)
         protected = {self._incumbent, self._former, self._candidate, *protected}
         adaptable = [slot for slot in self._slots if slot.can_load_as_adapter(new)]
         if adaptable:
@@ -376,6 +387,7 @@ class Pool(RequestRouter):
             for woken in await asyncio.gather(*(slot.sleep.wake_up() for slot in sleeping)):
                 _note_slowest(seconds, woken)
 
+    @_to_the_end
     async def stage(
         self,
         checkpoint: Path,
@@ -395,9 +407,27 @@ class Pool(RequestRouter):
         Raises SwapError, with everything as before. Raises Displaces where a single replica serves
         a `protected` version and `displace` is False.
         """
-        loaded = await LoadedVersion.verify_and_create(checkpoint, version, probe, self._name_of)
-        return await self._change(self._stage(loaded, protected, displace))
+        new = await LoadedVersion.verify_and_create(checkpoint, version, probe, self._name_of)
+        async with self._swapping:
+            await self._call_back_for_change(2)
+            if len(self._slots) == 1 and not displace:
+                self._check_room(self._slots, new, protected)
+            keep, protected = self.swap_mode == "keep", {self._incumbent, *protected}
+            if len(self._slots) == 1 or new.version == self._incumbent:
+                protected_too = {self._former, *protected}
+                report = await rolling_swap(
+                    self._slots, new, keep=keep, share=self._swap_share, protected=protected_too
+                )
+            else:
+                proofs = (slot.select_version(new.version) for slot in self._slots)
+                report = next(filter(None, proofs), None) or await stage_on_one_slot(
+                    self._slots, new, protected, former=self._former, keep=keep
+                )
+            self._candidate = new.version
+            await self._unload_idle_adapters(protected)
+            return report
 
+    @_to_the_end
     async def receive(
         self, job: str, *, protected: Collection[str] = (), displace: bool = False
     ) -> bool:
@@ -409,9 +439,6 @@ class Pool(RequestRouter):
         a single replica is changed. Returns False, with nothing changed, if the job offers no
         weights. Raises PoolBusy, or as `ReceivedWeights.receive`.
         """
-        return await self._change(self._receive(job, protected, displace))
-
-    async def _receive(self, job: str, protected: Collection[str], displace: bool) -> bool:
         async with self._swapping:
             await self._call_back_for_change(2)
             served = {version for slot in self._slots for version in slot.versions}
@@ -435,6 +462,7 @@ class Pool(RequestRouter):
             for slot in self._slots:
                 slot.received.recall(version)
 
+    @_to_the_end
     async def swap(
         self,
         checkpoint: Path,
@@ -451,28 +479,18 @@ class Pool(RequestRouter):
         caller is cancelled. Raises Displaces where a `protected` version would lose its last
         replica.
         """
-        loaded = await LoadedVersion.verify_and_create(checkpoint, version, probe, self._name_of)
-        return await self._change(self._swap(loaded, replicas, protected))
-
-    async def _stage(
-        self, new: LoadedVersion, protected: Collection[str], displace: bool
-    ) -> ProbeReport:
+        new = await LoadedVersion.verify_and_create(checkpoint, version, probe, self._name_of)
         async with self._swapping:
-            await self._call_back_for_change(2)
-            if len(self._slots) == 1 and not displace:
-                self._check_room(self._slots, new, protected)
-            keep, protected = self.swap_mode == "keep", {self._incumbent, *protected}
-            if len(self._slots) == 1 or new.version == self._incumbent:
-                protected_too = {self._former, *protected}
-                report = await rolling_swap(
-                    self._slots, new, keep=keep, share=self._swap_share, protected=protected_too
-                )
-            else:
-                proofs = (slot.select_version(new.version) for slot in self._slots)
-                report = next(filter(None, proofs), None) or await stage_on_one_slot(
-                    self._slots, new, protected, former=self._former, keep=keep
-                )
-            self._candidate = new.version
+            await self._call_back_for_change(1)
+            chosen = self._slots if replicas is None else [self._slots[i] for i in replicas]
+            self._check_room(chosen, new, protected)
+            protected = {self._incumbent, self._former, self._candidate, *protected}
+            keep = self.swap_mode == "keep"
+            report = await rolling_swap(
+                chosen, new, keep=keep, share=self._swap_share, protected=protected
+            )
+            if replicas is None and new.version != self._incumbent:
+                self._former, self._incumbent = self._incumbent, new.version
             await self._unload_idle_adapters(protected)
             return report
 
@@ -496,31 +514,10 @@ class Pool(RequestRouter):
                 "`force`: what was staged so gives way again, what was promoted so stays"
             )
 
-    async def _swap(
-        self, new: LoadedVersion, replicas: Sequence[int] | None, protected: Collection[str]
-    ) -> ProbeReport:
-        async with self._swapping:
-            await self._call_back_for_change(1)
-            chosen = self._slots if replicas is None else [self._slots[i] for i in replicas]
-            self._check_room(chosen, new, protected)
-            protected = {self._incumbent, self._former, self._candidate, *protected}
-            keep = self.swap_mode == "keep"
-            report = await rolling_swap(
-                chosen, new, keep=keep, share=self._swap_share, protected=protected
-            )
-            if replicas is None and new.version != self._incumbent:
-                self._former, self._incumbent = self._incumbent, new.version
-            await self._unload_idle_adapters(protected)
-            return report
-
     async def _unload_idle_adapters(self, protected: Collection[str] = ()) -> None:
         """Unload the adapters of versions that are neither protected nor in recent use."""
         protected = {self._incumbent, self._former, self._candidate, *protected}
         await asyncio.gather(*(slot.unload_idle_adapters(protected) for slot in self._slots))
-
-    async def _change(self, work: Coroutine[Any, Any, T]) -> T:
-        """Change weights to the end, though the caller be cancelled."""
-        return await asyncio.shield(self._tasks.run("weight change", work))
 
     @staticmethod
     def _now() -> float:

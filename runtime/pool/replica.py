@@ -20,8 +20,8 @@ that a replica serves has passed its logprob check (golden_probe.py) on the proc
     end        serving                                    leaving   its place is about to be lost
     close      any                                        down      it is ended for good
 
-`change` loads, proves and serves a version. Others drive the machine: upkeep.py, which brings a
-replica back that is lost and finds it places; upkeep.py; received_weights.py.
+`change` loads, proves and serves a version. upkeep.py drives the machine, too: it brings a replica
+back that is lost, finds it places, lets it sleep, and has it take weights before their files.
 """
 
 import asyncio

@@ -1,5 +1,7 @@
 """Upkeep: bring a replica back that is lost or silent, find it places, and let it come and go.
 
+It also sleeps here, and takes the weights of a job before their files are published.
+
 A Slurm job's place ends: a successor is ready before. A replica that is not needed gives its place
 back, or sleeps on it. It is then away: it answers nobody, and takes the newest version when it is
 called back. replica.py has the states; a pool keeps the three `keep_*` tasks running.
@@ -12,7 +14,7 @@ from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any
 
-from cray_agents.errors import CrayError, EngineError, EngineTimeout, SwapError
+from cray_agents.errors import CrayError, EngineError, EngineTimeout, Overtaken, PoolBusy, SwapError
 from cray_agents.records import ProbeReport
 from cray_agents.runtime.background import ChangeNotifier, start_task
 from cray_agents.runtime.pool.golden_probe import LoadedVersion
@@ -20,6 +22,18 @@ from cray_agents.runtime.pool.lora_adapters import Adapters
 from cray_agents.runtime.pool.place import EngineHost
 from cray_agents.runtime.pool.replica import Replica
 from cray_agents.runtime.pool.vllm_engine import timed
+from cray_agents.runtime.pool.weight_transfer import STUCK
+
+log = logging.getLogger(__name__)
+
+_LIVENESS_CHECKS = 4  # within the seconds that a replica may be silent
+_BACKOFF = (0.2, 30.0)  # seconds before the first restart, and at most before any
+_OUT_BACKOFF = (10.0, 600.0)  # ... of a replica that was left out
+_POLL_INTERVAL = 0.1  # seconds between two looks if other gateways' requests have ended
+_JOB_INTERVAL = 0.5  # seconds between two looks if the job of received weights lives
+_RETRY_INTERVAL = 30.0  # seconds until a successor that did not come is tried again
+_LONGEST_UNPROVEN = 3600.0  # seconds for a job to publish what was received
+_LOST = ("down", "out", "waiting")
 
 
 # ---- GPU sleep: free a replica's GPU while others use it, and serve afterwards, once proven
@@ -132,16 +146,6 @@ class GpuSleep:
         finally:
             replica.changing.release()
         return seconds
-
-
-log = logging.getLogger(__name__)
-
-_LIVENESS_CHECKS = 4  # within the seconds that a replica may be silent
-_BACKOFF = (0.2, 30.0)  # seconds before the first restart, and at most before any
-_OUT_BACKOFF = (10.0, 600.0)  # ... of a replica that was left out
-_POLL_INTERVAL = 0.1  # seconds between two looks if other gateways' requests have ended
-_RETRY_INTERVAL = 30.0  # seconds until a successor that did not come is tried again
-_LOST = ("down", "out", "waiting")
 
 
 class Upkeep:
@@ -434,3 +438,87 @@ class Upkeep:
         self._replica.take("call back")
         self._replica.lost.set()
         return True
+
+
+# ---- weights that come before their files
+class ReceivedWeights:
+    """The weights of a job that one replica holds while they are unproven."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._received = ""  # the job
+        self._recalled = False  # a request needs the version that was served before
+
+    async def receive(self, job: str) -> bool:
+        """Take the weights of a job that still writes its files, and answer nobody.
+
+        `change` to what the job publishes then loads no files, but proves it as ever. Until then
+        `loaded` is the former version, which `go_back` serves again. Returns False, with nothing
+        changed, if the job offers no weights. Raises SwapError, PoolBusy or Overtaken; the former
+        version is then served again.
+        """
+        replica = self._replica
+        async with replica.changing:
+            before, loaded = replica.state, replica.loaded
+            if before == "serving" and not await replica.engine_host.engine.is_offered(job):
+                return False
+            if before != "serving" or loaded is None:
+                raise PoolBusy(f"the weights of {job} were not received: the replica changed")
+            replica.take("change")
+            try:
+                await replica.drain(before, loaded, failing=f"{loaded.version} serves on")
+                await replica.adapters.unload()
+                await replica.engine_host.engine.receive(job, loaded.checkpoint)
+                self._received, self._recalled = job, False
+                replica.take("receive")
+            except (Overtaken, PoolBusy):
+                raise
+            except (CrayError, OSError) as error:
+                stuck = isinstance(error, CrayError) and error.code == STUCK
+                await replica.serve_former(loaded, afresh=stuck)
+                raise SwapError(f"{error}. {loaded.version} was loaded again") from error
+            finally:
+                if replica.state == "swapping":
+                    replica.mark_lost("a transfer of weights was cut off")
+            return True
+
+    def recall(self, version: str) -> None:
+        """Let the replica go back if it could answer with a version, but for received weights."""
+        replica = self._replica
+        waits = replica.state == "unproven" and not self._recalled
+        if waits and replica.loaded is not None and version in replica.loaded.versions:
+            self._recalled = True
+            replica.notifier.notify()
+
+    async def go_back_in_time(self, job: str) -> None:
+        """Serve the former version again when received weights will not be staged any more.
+
+        That is when they are offered no more, too old, or in the way of a request.
+        """
+
+        replica = self._replica
+
+        def waits() -> bool:
+            return replica.state == "unproven" and self._received == job
+
+        until = time.monotonic() + _LONGEST_UNPROVEN
+        with suppress(CrayError, OSError):
+            while waits() and not self._recalled and time.monotonic() < until:
+                if not await replica.engine_host.engine.is_offered(job):
+                    break
+                with suppress(TimeoutError):
+                    await replica.notifier.wait_until(
+                        lambda: self._recalled or not waits(), _JOB_INTERVAL
+                    )
+        async with replica.changing:
+            if not waits() or replica.loaded is None:
+                return
+            log.warning(
+                "%s is loaded again: the weights of %s were not staged", replica.version, job
+            )
+            replica.take("change")
+            try:
+                await replica.serve_former(replica.loaded)
+            finally:
+                if replica.state == "swapping":
+                    replica.mark_lost("a swap was cut off")

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
 from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
@@ -77,11 +76,12 @@ VERSION_INTERVAL = 1.0  # seconds between checks for the version that a request 
 class _CallRequest(NamedTuple):
     """The body of a call, and its parts. `hashes` is its `chain`, where that may lead to its run.
 
-    `before_error`: see `chain_before_error`.
+    `run`: as the client names it. `before_error`: see `chain_before_error`.
     """
 
     body: Body
     messages: list[Message]
+    run: str | None
     key: str | None
     fingerprint: str
     hashes: list[str]
@@ -94,15 +94,15 @@ async def answer_call(services: Services, request: Request, api: SamplingApi) ->
     read = partial(_read_request, services, request, api)
     call_request = await read_as(read, request, services.max_body)
     call = await _parse_call(services, api, request, call_request)
-    if _named_run(services, request) is not None:
-        await services.run_owners.check_call(caller_of(request), call.run_id)
     response: Response | None = None
     try:
         if call.key is not None:
             keys, prefix = services.idempotency_keys, api.id_prefix
             entry = await keys.enter(prefix, call.exchange.id, call.fingerprint)
             if isinstance(entry, ReplayedAnswer):
-                return _replay(call, entry)
+                headers = {"x-run-id": entry.run_id, "x-idempotent-replayed": "true"}
+                kind = "text/event-stream" if call.exchange.streams else "application/json"
+                return Response(entry.body, headers=headers, media_type=kind)
             call.in_flight, call.exchange.id = entry, entry.name
         response = await _answer(services, request, call)
         return response
@@ -115,9 +115,7 @@ async def _answer(services: Services, request: Request, call: Call) -> Response:
     model, live = call.exchange.request["model"], services.versions.live
     if call.api is RESPONSES:
         call.exchange.request["request_id"] = call.id
-    wanted = resolve_version(services, call.exchange, call.session)
-    ticket = take_ticket(services, request, model)
-    begin_span(services, request, call, named=_named_run(services, request) is not None)
+    wanted, ticket = _admit(services, request, call, call.session)
     last_event = call.api.last_event if call.exchange.streams else None
     answer = services.pool.answer(wanted, call.exchange)
     if call.api is RESPONSES:
@@ -137,7 +135,9 @@ async def _answer(services: Services, request: Request, call: Call) -> Response:
         if cut == "error" and data:
             services.metrics.error("stream_broken")  # one that never began is counted by its status
         if cut is None:
-            _count_stream(services, call, ticket, recorder.first_at)
+            begun, sampled = recorder.first_at, sum(len(s.token_ids) for s in call.exchange.samples)
+            times = begun - call.clock, time.perf_counter() - begun
+            services.metrics.model_calls.streamed(ticket.batch, *times, sampled)
         if cut is not None and not call.has_tokens and not data:
             end_span(services, call, ticket, failure=cut)
             return
@@ -149,26 +149,8 @@ async def _answer(services: Services, request: Request, call: Call) -> Response:
 
         await _record(services, call, ticket, make, len(events), first)
 
-    def samples_event() -> bytes:
-        if not call.returns_samples:
-            return b""
-        head = orjson.dumps({"id": call.id, "model": call.exchange.version, "choices": []})
-        return b"data: " + head[:-1] + call.samples_member() + b"}\n\n"
-
-    def on_end() -> None:
-        ticket.release()
-        call.leave()
-
-    recorder = StreamRecorder(
-        wait_for_slot(services, ticket, wanted),
-        answer,
-        call.api.last_event,
-        call.choices,
-        samples_event,
-        record,
-        on_end,
-        services.keep_alive,
-    )
+    slot = wait_for_slot(services, ticket, wanted)
+    recorder = StreamRecorder(call, ticket, slot, answer, record, services.keep_alive)
     return EventStream(recorder, await recorder.first_piece(), headers)
 
 
@@ -182,11 +164,7 @@ async def start_call(
     read = partial(_read_request, services, request, api, body)
     call_request = await aside(request, read) if size_of(request) > INLINE else read()
     call = await _parse_call(services, api, request, call_request)
-    if _named_run(services, request) is not None:
-        await services.run_owners.check_call(caller_of(request), call.run_id)
-    wanted = resolve_version(services, call.exchange)
-    ticket = take_ticket(services, request, body["model"])
-    begin_span(services, request, call, named=_named_run(services, request) is not None)
+    wanted, ticket = _admit(services, request, call)
 
     async def work() -> bytes:
         answer = services.pool.answer(wanted, call.exchange)
@@ -197,6 +175,16 @@ async def start_call(
     task = start_task("call", work(), call.id)
     task.add_done_callback(lambda _: ticket.release())  # also if it never began
     return call, task
+
+
+def _admit(
+    services: Services, request: Request, call: Call, session: str | None = None
+) -> tuple[Wanted, Ticket]:
+    """Resolve a call's version, take its ticket, and begin its span."""
+    wanted = resolve_version(services, call.exchange, session)
+    ticket = take_ticket(services, request, call.exchange.request["model"])
+    begin_span(services, request, call)
+    return wanted, ticket
 
 
 async def collect_answer(
@@ -306,12 +294,6 @@ async def _write(
     await asyncio.to_thread(end) if large else end()
 
 
-def _count_stream(services: Services, call: Call, ticket: Ticket, first_at: float) -> None:
-    sampled = sum(len(sample.token_ids) for sample in call.exchange.samples)
-    first, rest = first_at - call.clock, time.perf_counter() - first_at
-    services.metrics.model_calls.streamed(ticket.batch, first, rest, sampled)
-
-
 def check_fields(api: SamplingApi, body: Body) -> list[Message]:
     """Return the messages of a body in an API's shape; only what the document names is checked.
 
@@ -352,21 +334,20 @@ def _read_request(
             f"taken, and {MAX_RECORDED:,} bytes in all, for each is recorded with its request",
             param="n",
         )
-    caller = caller_of(request).key_id
+    caller, run = caller_of(request).key_id, _named_run(services, request)
     hashes: list[str] = []
     before: list[str] = []
-    if api is not COMPLETIONS and _named_run(services, request) is None:
+    if api is not COMPLETIONS and run is None:
         hashes, before = chain(messages, caller), chain_before_error(messages, caller)
     continued = services.several_gateways and _is_continued(messages)
-    return _CallRequest(
-        body, messages, *_parse_key(request, caller, api, body), hashes, before, continued
-    )
+    key = _parse_key(request, caller, api, body)
+    return _CallRequest(body, messages, run, *key, hashes, before, continued)
 
 
 async def _parse_call(
     services: Services, api: SamplingApi, request: Request, call_request: _CallRequest
 ) -> Call:
-    """Return the request as a call."""
+    """Return the request as a call. Raises AccessDenied for a run of another key."""
     body = call_request.body
     returns_samples = body.pop("return_samples", None) is True
     if returns_samples and not body.get("top_logprobs"):  # other servers' names for nearly the same
@@ -378,6 +359,8 @@ async def _parse_call(
     )
     known, conversation_hash = await _find_run(services, request, call_request)
     run_id = known.run_id if isinstance(known, Continuation) else known
+    if call_request.run is not None:
+        await services.run_owners.check_call(caller_of(request), run_id)
     exchange.conversation = request.headers.get("x-session-id", "")[:TAG_LENGTH] or run_id
     return Call(
         api,
@@ -387,6 +370,7 @@ async def _parse_call(
         session=_session(request, body) or run_id,
         conversation_hash=conversation_hash,
         continuation=known if isinstance(known, Continuation) else None,
+        named=call_request.run is not None,
         retry=request.headers.get("x-stainless-retry-count", "0") != "0",
         key=call_request.key,
         fingerprint=call_request.fingerprint,
@@ -398,7 +382,7 @@ async def _parse_call(
 
 def _named_run(services: Services, request: Request) -> str | None:
     """Return the run that the client names: by its URL, by X-Run-Id, or by a header of its own."""
-    named = request.path_params.get("run_id") or request.headers.get("x-run-id")
+    named: str | None = request.path_params.get("run_id") or request.headers.get("x-run-id")
     if named is None and services.run_headers:
         headers = request.headers
         named = next((headers[name] for name in services.run_headers if name in headers), None)
@@ -409,15 +393,14 @@ async def _find_run(
     services: Services, request: Request, call_request: _CallRequest
 ) -> tuple[Continuation | str, str | None]:
     """Return what a request continues or its run, and the hash by which the next will find it."""
-    run_id = _named_run(services, request)
-    if run_id is not None:
+    if (run_id := call_request.run) is not None:
         if not ID.fullmatch(run_id):
             own = next((n for n in services.run_headers if request.headers.get(n) == run_id), None)
             raise BadInput(
                 f"{run_id[:200]!r} cannot name a run: letters, digits and '._:@-', at most 200",
                 param=own or "X-Run-Id",
             )
-        return str(run_id), None
+        return run_id, None
     if not call_request.hashes:  # a completion is no conversation
         return new_id("run"), None
     find = partial(
@@ -499,12 +482,6 @@ def take_ticket(services: Services, request: Request, model: str) -> Ticket:
     return services.admission.enter(caller.key_id, batch, model)
 
 
-def _replay(call: Call, answer: ReplayedAnswer) -> Response:
-    media_type = "text/event-stream" if call.exchange.streams else "application/json"
-    headers = {"x-run-id": answer.run_id, "x-idempotent-replayed": "true"}
-    return Response(answer.body, headers=headers, media_type=media_type)
-
-
 def check_embedded(body: Body) -> None:
     """Raise BadInput for an `input` that is no text, no tokens, and no list of these."""
     given = body.get("input")
@@ -545,7 +522,6 @@ async def pass_through(
         return body
 
     body = await read_as(checked, request, services.max_body)
-    model = body["model"]
     body.pop("stream", None)
     exchange = EngineCall(path, body, new_id("x")[2:], capture=False, size=size_of(request))
     wanted = resolve_version(services, exchange)
@@ -553,16 +529,22 @@ async def pass_through(
         folder = services.home.checkpoint(services.registry.resolve(exchange.version).checkpoint)
         if await asyncio.to_thread(only_generates, folder):  # before a replica is started for it
             raise _unsupported(exchange.version, path)
-    ticket = take_ticket(services, request, model)
+    ticket = take_ticket(services, request, body["model"])
     try:
-        answer = services.pool.answer(wanted, exchange)
-        work = collect_answer(services, answer, ticket, wanted)
-        content = await await_or_disconnect(request, ticket, work)
+        return response_of(await ask_engine(services, request, ticket, exchange, wanted))
     except EngineError as error:
         if error.status in (404, 405, 501):  # vLLM has no route that its model cannot serve
             raise _unsupported(exchange.version, path) from error
         raise
-    return response_of(content)
+
+
+async def ask_engine(
+    services: Services, request: Request, ticket: Ticket, exchange: EngineCall, wanted: Wanted
+) -> bytes:
+    """Return the engine's answer to what is not recorded, unless the client leaves."""
+    answer = services.pool.answer(wanted, exchange)
+    work = collect_answer(services, answer, ticket, wanted)
+    return await await_or_disconnect(request, ticket, work)
 
 
 def only_generates(checkpoint: Path) -> bool:

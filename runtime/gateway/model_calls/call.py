@@ -40,9 +40,9 @@ class Call:
 
     A canary keeps the calls of one `session` on one side. With `returns_samples` the answer also
     carries the exact tokens, as `samples`. `conversation_hash` is set where the conversation leads
-    to its run, and `continuation` where it found one; see store/conversations.py. `retry`: the
-    client's library says that it repeats a request. `in_flight`: see idempotency.py. `owner`: see
-    ownership.py. `trace`: its span, if any are sent.
+    to its run, and `continuation` where it found one; see store/conversations.py. `named`: the
+    client named the run. `retry`: the client's library says that it repeats a request.
+    `in_flight`: see idempotency.py. `owner`: see ownership.py. `trace`: its span, if any are sent.
     """
 
     api: SamplingApi
@@ -52,6 +52,7 @@ class Call:
     session: str
     conversation_hash: str | None = None
     continuation: Continuation | None = None
+    named: bool = False
     retry: bool = False
     in_flight: InFlightKey | None = None
     key: str | None = None
@@ -101,6 +102,13 @@ class Call:
             }
             for s in self.exchange.samples
         )
+
+    def samples_event(self) -> bytes:
+        """Return the event of a stream that carries `samples`; nothing if they are not wanted."""
+        if not self.returns_samples:
+            return b""
+        head = orjson.dumps({"id": self.id, "model": self.exchange.version, "choices": []})
+        return b"data: " + head[:-1] + self.samples_member() + b"}\n\n"
 
     def answer_events(self, answer: Body, reply: bytes) -> list[Event]:
         """Return the events of a call that was answered in one piece."""

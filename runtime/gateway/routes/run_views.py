@@ -20,7 +20,6 @@ from cray_agents.records import new_id
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import answer_read
-from cray_agents.runtime.gateway.http.client_work import await_or_disconnect
 from cray_agents.runtime.gateway.http.fields import (
     Bucket,
     Count,
@@ -31,7 +30,7 @@ from cray_agents.runtime.gateway.http.fields import (
     names_in,
 )
 from cray_agents.runtime.gateway.http.routing import Router
-from cray_agents.runtime.gateway.model_calls.answer import collect_answer
+from cray_agents.runtime.gateway.model_calls.answer import ask_engine
 from cray_agents.runtime.gateway.routes.trajectories import WhichRuns
 from cray_agents.runtime.gateway.services import Current, vocabulary_of
 from cray_agents.runtime.pool.vllm_http import well_formed
@@ -232,17 +231,13 @@ async def score_turn(
     exchange.version = version
     ticket = services.admission.enter(caller_of(request).key_id, True, version)
     try:
-        answer = services.pool.answer(version, exchange)
-        work = collect_answer(services, answer, ticket, version)
-        content = await await_or_disconnect(request, ticket, work)
+        content = await ask_engine(services, request, ticket, exchange, version)
     except EngineError as error:
         if error.status in (400, 404, 405, 501):
             raise BadInput(
                 f"the engine cannot score tokens: {error}", param="model", code="unsupported_engine"
             ) from error
         raise
-    finally:
-        ticket.release()
 
     def read() -> dict[str, Any]:
         vocabulary = vocabulary_of(services, version)
