@@ -9,7 +9,7 @@ report through the methods here. routes/platform.py serves GET /metrics.
 from collections import Counter as Counts
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily
@@ -25,13 +25,12 @@ MOST_CODES = 100  # error codes with a series of their own, ours and those of en
 GONE = "gone"  # status class of a client that left before the answer
 
 
-class _Series:
+class _Series(NamedTuple):
     """The series of one route, method and status, looked up once."""
 
-    def __init__(self, metrics: "Metrics", route: str, method: str, status: str) -> None:
-        self.count = metrics.requests.labels(route, method, status)
-        self.first_byte = metrics.first_byte_seconds.labels(route)
-        self.seconds = metrics.request_seconds.labels(route)
+    count: Counter
+    first_byte: Histogram
+    seconds: Histogram
 
 
 class Metrics:
@@ -78,7 +77,10 @@ class Metrics:
         self.in_flight = 0  # HTTP requests in the gateway now
         self.sampled_tokens = 0  # of all recorded calls so far
         self._prompt, self._sampled = self.tokens.labels("prompt"), self.tokens.labels("sampled")
-        self._swapped = {good: self.swap_seconds.labels(_outcome(good)) for good in (True, False)}
+        self._swapped = {
+            good: self.swap_seconds.labels(outcome)
+            for good, outcome in ((True, "done"), (False, "failed"))
+        }
         self._series: dict[tuple[str, str, int], _Series] = {}
         self._codes: set[str] = set()
         self._states: set[str] = set(get_args(State))  # all are listed, also with 0
@@ -116,7 +118,11 @@ class Metrics:
         kept = self._series.get(key)
         if kept is None:
             label = f"{status // 100}xx" if status else GONE
-            kept = self._series[key] = _Series(self, route, method, label)
+            kept = self._series[key] = _Series(
+                self.requests.labels(route, method, label),
+                self.first_byte_seconds.labels(route),
+                self.request_seconds.labels(route),
+            )
         kept.count.inc()
         if status:
             kept.first_byte.observe(first)
@@ -162,7 +168,3 @@ def _task_failures() -> Metric:
     for name, failure in list(FAILURES.by_task.items()):
         family.add_metric([name], failure.number)
     return family
-
-
-def _outcome(good: bool) -> str:
-    return "done" if good else "failed"

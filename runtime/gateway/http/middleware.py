@@ -16,6 +16,7 @@ import time
 from typing import Any
 from urllib.parse import unquote
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -34,7 +35,7 @@ INTERNAL = "internal_error"
 MOST_REASON = 1000  # characters of a reason that the audit log keeps
 REQUEST_ID = "cray_agents.request_id"  # in the scope: the request's id, as the answer has it
 
-Headers = list[tuple[bytes, bytes]]
+HeaderPairs = list[tuple[bytes, bytes]]
 
 log = logging.getLogger(__name__)
 
@@ -70,12 +71,12 @@ class Middleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 first = time.perf_counter() - start
-                headers: Headers = [
+                headers: HeaderPairs = [
                     *message.get("headers", ()),
                     (b"x-request-id", request_id),
                     (b"openai-processing-ms", b"%d" % (first * 1000)),
                 ]
-                if _is_rate_limited(scope):
+                if getattr(scope.get("route"), "rate_limited", False):
                     headers += _rate_limit(self._admission)
                 message["headers"] = headers
                 if self._audit is not None and _is_audited(scope):
@@ -114,11 +115,6 @@ def _template(scope: Scope) -> str:
     return route.path if isinstance(route, Route) else OTHER
 
 
-def _is_rate_limited(scope: Scope) -> bool:
-    route = scope.get("route")
-    return isinstance(route, GatewayRoute) and route.rate_limited
-
-
 def _is_audited(scope: Scope) -> bool:
     """Tell whether a request asks for a change of what keys of role `use` may not change."""
     route = scope.get("route")
@@ -139,16 +135,9 @@ def _audit_fields(scope: Scope, status: int, request_id: bytes) -> dict[str, Any
         "path": scope["path"],
         "status": status,
         "request": request_id.decode(),
-        "reason": _reason(scope),
+        # of the caller, for the change: UTF-8 as in a URL
+        "reason": unquote(Headers(scope=scope).get("x-reason", ""))[:MOST_REASON],
     }
-
-
-def _reason(scope: Scope) -> str:
-    """Return the reason that a caller gave for a change: X-Reason, UTF-8 as in a URL."""
-    for name, value in scope["headers"]:
-        if name == b"x-reason":
-            return unquote(value.decode("latin-1"))[:MOST_REASON]
-    return ""
 
 
 def _with_timeout(receive: Receive, seconds: float) -> Receive:
@@ -172,7 +161,7 @@ def _with_timeout(receive: Receive, seconds: float) -> Receive:
     return timed
 
 
-def _rate_limit(admission: Admission) -> Headers:
+def _rate_limit(admission: Admission) -> HeaderPairs:
     room = admission.room()
     return [
         (b"x-ratelimit-limit-requests", b"%d" % room.limit),

@@ -115,7 +115,7 @@ async def _answer(services: Services, request: Request, call: Call) -> Response:
     model, live = call.exchange.request["model"], services.versions.live
     if call.api is RESPONSES:
         call.exchange.request["request_id"] = call.id
-    wanted, ticket = _admit(services, request, call, call.session)
+    wanted = _admit(services, request, call, call.session)
     last_event = call.api.last_event if call.exchange.streams else None
     answer = services.pool.answer(wanted, call.exchange)
     if call.api is RESPONSES:
@@ -123,11 +123,11 @@ async def _answer(services: Services, request: Request, call: Call) -> Response:
     answer = live.count_outcome(model, call.session, call.exchange, answer, last_event)
     headers = {"x-run-id": call.run_id}
     if not call.exchange.streams:
-        work = collect_answer(services, answer, ticket, wanted)
-        with failed_span(services, call, ticket):
-            content = await await_or_disconnect(request, ticket, work)
+        work = collect_answer(services, answer, call.ticket, wanted)
+        with failed_span(services, call):
+            content = await await_or_disconnect(request, call.ticket, work)
             # recorded from here on, even if the client leaves
-            content = await _record_answer(services, call, ticket, content)
+            content = await _record_answer(services, call, content)
         return response_of(content, headers=headers)
 
     async def record(events: bytes, cut: str | None, end: Piece) -> None:
@@ -137,9 +137,9 @@ async def _answer(services: Services, request: Request, call: Call) -> Response:
         if cut is None:
             begun, sampled = recorder.first_at, sum(len(s.token_ids) for s in call.exchange.samples)
             times = begun - call.clock, time.perf_counter() - begun
-            services.metrics.model_calls.streamed(ticket.batch, *times, sampled)
+            services.metrics.model_calls.streamed(call.ticket.batch, *times, sampled)
         if cut is not None and not call.has_tokens and not data:
-            end_span(services, call, ticket, failure=cut)
+            end_span(services, call, failure=cut)
             return
         first = recorder.first_at - call.clock if recorder.first_at else None
 
@@ -147,10 +147,10 @@ async def _answer(services: Services, request: Request, call: Call) -> Response:
             with well_formed(f"the replica of {call.exchange.version}"):
                 return call.stream_events(events, cut, end)
 
-        await _record(services, call, ticket, make, len(events), first)
+        await _record(services, call, make, len(events), first)
 
-    slot = wait_for_slot(services, ticket, wanted)
-    recorder = StreamRecorder(call, ticket, slot, answer, record, services.keep_alive)
+    slot = wait_for_slot(services, call.ticket, wanted)
+    recorder = StreamRecorder(call, slot, answer, record, services.keep_alive)
     return EventStream(recorder, await recorder.first_piece(), headers)
 
 
@@ -164,27 +164,25 @@ async def start_call(
     read = partial(_read_request, services, request, api, body)
     call_request = await aside(request, read) if size_of(request) > INLINE else read()
     call = await _parse_call(services, api, request, call_request)
-    wanted, ticket = _admit(services, request, call)
+    wanted = _admit(services, request, call)
 
     async def work() -> bytes:
         answer = services.pool.answer(wanted, call.exchange)
-        with failed_span(services, call, ticket):
-            content = await collect_answer(services, answer, ticket, wanted)
-            return await _record_answer(services, call, ticket, content)
+        with failed_span(services, call):
+            content = await collect_answer(services, answer, call.ticket, wanted)
+            return await _record_answer(services, call, content)
 
     task = start_task("call", work(), call.id)
-    task.add_done_callback(lambda _: ticket.release())  # also if it never began
+    task.add_done_callback(lambda _: call.ticket.release())  # also if it never began
     return call, task
 
 
-def _admit(
-    services: Services, request: Request, call: Call, session: str | None = None
-) -> tuple[Wanted, Ticket]:
-    """Resolve a call's version, take its ticket, and begin its span."""
+def _admit(services: Services, request: Request, call: Call, session: str | None = None) -> Wanted:
+    """Resolve a call's version, and give it its ticket and its span."""
     wanted = resolve_version(services, call.exchange, session)
-    ticket = take_ticket(services, request, call.exchange.request["model"])
+    call.ticket = take_ticket(services, request, call.exchange.request["model"])
     begin_span(services, request, call)
-    return wanted, ticket
+    return wanted
 
 
 async def collect_answer(
@@ -218,7 +216,7 @@ async def wait_for_slot(services: Services, ticket: Ticket, wanted: Wanted) -> N
             slot.cancel()
 
 
-async def _record_answer(services: Services, call: Call, ticket: Ticket, content: bytes) -> bytes:
+async def _record_answer(services: Services, call: Call, content: bytes) -> bytes:
     """Record the engine's answer and return the client's version of it."""
 
     def make() -> list[Event]:
@@ -229,14 +227,13 @@ async def _record_answer(services: Services, call: Call, ticket: Ticket, content
                 content = content[: content.rindex(b"}")] + call.samples_member() + b"}"
             return call.answer_events(answer, content)
 
-    await _record(services, call, ticket, make, len(content))
+    await _record(services, call, make, len(content))
     return content
 
 
 async def _record(
     services: Services,
     call: Call,
-    ticket: Ticket,
     make: Callable[[], list[Event]],
     size: int,
     first: float | None = None,
@@ -247,17 +244,15 @@ async def _record(
     made in a thread; they too are written if this is cancelled.
     """
     large = size + call.exchange.size * call.choices > INLINE
-    writing = _write(services, call, ticket, make, first, large=large)
+    writing = _write(services, call, make, first, large)
     await (asyncio.shield(start_task("record of a call", writing)) if large else writing)
 
 
 async def _write(
     services: Services,
     call: Call,
-    ticket: Ticket,
     make: Callable[[], list[Event]],
     first: float | None,
-    *,
     large: bool,
 ) -> None:
     control_tokens = services.control_tokens
@@ -271,7 +266,7 @@ async def _write(
         return events, sum(bool(call["function"].get("arguments")) for call in calls)
 
     if large:
-        events, malformed = await services.work.run(ticket.key, read, ends=False)
+        events, malformed = await services.work.run(call.ticket.key, read, ends=False)
     else:
         events, malformed = read()
     begun = time.perf_counter()
@@ -285,12 +280,12 @@ async def _write(
     prompt = sum(len(sample.prompt_token_ids) for sample in samples)
     sampled = sum(len(sample.token_ids) for sample in samples)
     services.metrics.recorded(prompt, sampled, len(events))
-    finish = events[0].body["finish_reason"]
+    finish, ticket = events[0].body["finish_reason"], call.ticket
     version, tokens = call.exchange.version, (prompt, sampled)
     services.metrics.model_calls.count(
         version, call.owner, ticket.batch, finish, tokens, ticket.waited, malformed
     )
-    end = partial(end_span, services, call, ticket, events[0], first=first)
+    end = partial(end_span, services, call, events[0], first=first)
     await asyncio.to_thread(end) if large else end()
 
 

@@ -15,6 +15,7 @@ from cray_agents.errors import CrayError
 from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.records import Event, Message, new_id
 from cray_agents.runtime.gateway.http.error_envelope import LONGEST, without_paths
+from cray_agents.runtime.gateway.model_calls.admission import Ticket
 from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi
 from cray_agents.runtime.gateway.model_calls.idempotency import (
     InFlightKey,
@@ -43,6 +44,7 @@ class Call:
     to its run, and `continuation` where it found one; see store/conversations.py. `named`: the
     client named the run. `retry`: the client's library says that it repeats a request.
     `in_flight`: see idempotency.py. `owner`: see ownership.py. `trace`: its span, if any are sent.
+    `ticket`: its place in the queue, once it is let in there.
     """
 
     api: SamplingApi
@@ -63,6 +65,7 @@ class Call:
     trace: "CallTrace | None" = None
     started: float = field(default_factory=time.time)
     clock: float = field(default_factory=time.perf_counter)
+    ticket: Ticket = field(init=False)
 
     @property
     def id(self) -> str:

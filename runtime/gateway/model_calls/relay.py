@@ -21,7 +21,6 @@ from cray_agents.errors import CrayError, NotFound
 from cray_agents.records import Event
 from cray_agents.runtime.background import start_task
 from cray_agents.runtime.gateway.http.error_envelope import error_event
-from cray_agents.runtime.gateway.model_calls.admission import Ticket
 from cray_agents.runtime.gateway.model_calls.call import Call
 from cray_agents.runtime.gateway.services import Services
 
@@ -37,8 +36,7 @@ class StreamRecorder:
     """A stream on its way: its events are queued for the client and recorded at their end.
 
     Args:
-        call: ended with the stream, whatever happens.
-        ticket: of the call, released then.
+        call: ended with the stream, whatever happens, and its ticket released.
         slot: waits for the call's place at the engines.
         pieces: the engine's events.
         record: takes the stream's events, the reason if it was cut off, and its bytes or its error.
@@ -48,14 +46,12 @@ class StreamRecorder:
     def __init__(
         self,
         call: Call,
-        ticket: Ticket,
         slot: Awaitable[None],
         pieces: AsyncGenerator[bytes, None],
         record: Record,
         keep_alive: float,
     ) -> None:
         self._call = call
-        self._ticket = ticket
         self._slot = slot
         self._pieces = pieces
         self._unfinished = call.choices
@@ -117,7 +113,7 @@ class StreamRecorder:
 
     def _end(self, task: "asyncio.Task[None]") -> None:
         self._timer.cancel()
-        self._ticket.release()
+        self._call.ticket.release()
         self._call.leave()
 
     async def _read(self) -> None:
@@ -220,7 +216,6 @@ def begin_span(services: Services, request: Request, call: Call) -> None:
 def end_span(
     services: Services,
     call: Call,
-    ticket: Ticket,
     event: Event | None = None,
     *,
     first: float | None = None,
@@ -249,7 +244,7 @@ def end_span(
         body,
         str(exchange.request["model"]),
         job=job,
-        waited=ticket.waited,
+        waited=call.ticket.waited,
         began=exchange.began,
         first=first,
         failure=None if failure is None else (failure, ""),
@@ -258,11 +253,11 @@ def end_span(
 
 
 @contextmanager
-def failed_span(services: Services, call: Call, ticket: Ticket) -> Iterator[None]:
+def failed_span(services: Services, call: Call) -> Iterator[None]:
     """Send a call's spans if the block raises."""
     try:
         yield
     except BaseException as error:  # also of a client that leaves
         code = error.code if isinstance(error, CrayError) else None
-        end_span(services, call, ticket, failure=code or type(error).__name__)
+        end_span(services, call, failure=code or type(error).__name__)
         raise
