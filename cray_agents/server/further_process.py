@@ -20,8 +20,8 @@ import uvloop
 from cray_agents.config import Config
 from cray_agents.errors import CrayError, SetupError
 from cray_agents.processes import SAFE_IMPORTS, alive
-from cray_agents.runtime.gateway.controller_link import ControllerLink
 from cray_agents.runtime.gateway.further_gateway import (
+    ControllerLink,
     ControllerReports,
     FurtherServices,
     create_further_app,

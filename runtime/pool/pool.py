@@ -30,22 +30,11 @@ from cray_agents.runtime.pool.published_replicas import PublishedPool, ServingLi
 from cray_agents.runtime.pool.replica import Replica
 from cray_agents.runtime.pool.request_router import PoolNotifier, RequestRouter
 from cray_agents.runtime.pool.rolling_swap import find_free_slots, rolling_swap, stage_on_one_slot
-from cray_agents.runtime.pool.upkeep import GpuSleep, ReceivedWeights, Upkeep
+from cray_agents.runtime.pool.upkeep import PoolReplica
 from cray_agents.runtime.pool.vllm_engine import ReplicaServer
 
 T = TypeVar("T")
 Given = ParamSpec("Given")
-
-
-class PoolReplica(Replica):
-    """A replica with those that change it beside the pool."""
-
-    def __init__(self, *arguments: Any) -> None:
-        """See `Replica`."""
-        super().__init__(*arguments)
-        self.sleep = GpuSleep(self)
-        self.upkeep = Upkeep(self, self.sleep)
-        self.received = ReceivedWeights(self)
 
 
 SwapMode = Literal["drain", "keep"]  # drain: requests in flight end before weights change
@@ -151,7 +140,7 @@ class Pool(RequestRouter):
                 for slot in self._slots[:replicas]:
                     group.create_task(self._open(slot, loaded, failed))
                 for slot in self._slots[len(self._slots[:replicas]) :]:
-                    slot.upkeep.stay_away(await slot.adapters.whole(loaded, None))
+                    slot.stay_away(await slot.adapters.whole(loaded, None))
                     self._keep(slot)
         except ExceptionGroup as errors:
             await self.stop()
@@ -173,15 +162,15 @@ class Pool(RequestRouter):
         self._keep(slot)
 
     def _keep(self, slot: PoolReplica) -> None:
-        silence = partial(slot.upkeep.keep_listening, self._silence_timeout)
-        self._tasks.keep("replica watch", slot.upkeep.keep_alive)
+        silence = partial(slot.keep_listening, self._silence_timeout)
+        self._tasks.keep("replica watch", slot.keep_alive)
         self._tasks.keep("silence watch", silence)
-        self._tasks.keep("place watch", slot.upkeep.keep_place)
+        self._tasks.keep("place watch", slot.keep_place)
 
     async def stop(self) -> None:
         """End all replicas; requests in flight fail."""
         await self._tasks.close()
-        await asyncio.gather(*(slot.upkeep.close() for slot in self._all))
+        await asyncio.gather(*(slot.close() for slot in self._all))
 
     def wake(self) -> None:
         """Let waiting requests look up their version again: a name's meaning has changed."""
@@ -229,7 +218,7 @@ class Pool(RequestRouter):
     def call_back(self) -> bool:
         """Start a replica that is away, first one that sleeps. Return False if none is."""
         slots = sorted(self._slots, key=lambda slot: slot.asleep or 3)
-        return any(slot.upkeep.come_back() for slot in slots)
+        return any(slot.come_back() for slot in slots)
 
     def give_back(self, *, sleep: bool = False) -> bool:
         """Let the least busy replica end its requests and leave its place; see `call_back`.
@@ -242,11 +231,11 @@ class Pool(RequestRouter):
         count = Counter(version for slot in serving for version in slot.versions)
         last = len(serving) == 1 and serving[0].versions == [self._incumbent]
         spared = (slot for slot in serving if last or all(count[v] > 1 for v in slot.versions))
-        free = [slot for slot in spared if slot.upkeep.can_leave]
+        free = [slot for slot in spared if slot.can_leave]
         if self.swapping or not free:
             return False
         slot = min(free, key=lambda slot: slot.in_flight)
-        self._tasks.run("replica leave", slot.upkeep.leave(sleep=sleep))
+        self._tasks.run("replica leave", slot.leave(sleep=sleep))
         return True
 
     async def _call_back_for_change(self, count: int) -> None:
@@ -367,7 +356,7 @@ class Pool(RequestRouter):
             seconds: dict[str, float] = {}
             sleeping, failed = [], []
             results = await asyncio.gather(
-                *(slot.sleep.fall_asleep() for slot in self._all), return_exceptions=True
+                *(slot.fall_asleep() for slot in self._all), return_exceptions=True
             )
             for slot, result in zip(self._all, results, strict=True):
                 if isinstance(result, BaseException):
@@ -382,9 +371,9 @@ class Pool(RequestRouter):
             except asyncio.CancelledError:  # the platform ends: the GPUs are still the others'
                 raise
             except BaseException:
-                await asyncio.gather(*(slot.sleep.wake_up() for slot in sleeping))
+                await asyncio.gather(*(slot.wake_up() for slot in sleeping))
                 raise
-            for woken in await asyncio.gather(*(slot.sleep.wake_up() for slot in sleeping)):
+            for woken in await asyncio.gather(*(slot.wake_up() for slot in sleeping)):
                 _note_slowest(seconds, woken)
 
     @_to_the_end
@@ -437,7 +426,7 @@ class Pool(RequestRouter):
         served when the job offers its weights no more, and when a request needs that version.
         Without `displace` every version that is served stays served. With it, those of `stage` do:
         a single replica is changed. Returns False, with nothing changed, if the job offers no
-        weights. Raises PoolBusy, or as `ReceivedWeights.receive`.
+        weights. Raises PoolBusy, or as `PoolReplica.receive`.
         """
         async with self._swapping:
             await self._call_back_for_change(2)
@@ -448,9 +437,9 @@ class Pool(RequestRouter):
             slot = next((slot for slot in free if slot.state == "serving"), None)
             if slot is None:
                 raise PoolBusy(f"the weights of {job} were not received: no replica can be spared")
-            if not await slot.received.receive(job):
+            if not await slot.receive(job):
                 return False
-        self._tasks.keep("received weights", partial(slot.received.go_back_in_time, job), job)
+        self._tasks.keep("received weights", partial(slot.go_back_in_time, job), job)
         return True
 
     def recall(self, version: str) -> None:
@@ -460,7 +449,7 @@ class Pool(RequestRouter):
         """
         if not self.serves(version):
             for slot in self._slots:
-                slot.received.recall(version)
+                slot.recall(version)
 
     @_to_the_end
     async def swap(

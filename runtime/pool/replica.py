@@ -20,8 +20,8 @@ that a replica serves has passed its logprob check (golden_probe.py) on the proc
     end        serving                                    leaving   its place is about to be lost
     close      any                                        down      it is ended for good
 
-`change` loads, proves and serves a version. upkeep.py drives the machine, too: it brings a replica
-back that is lost, finds it places, lets it sleep, and has it take weights before their files.
+`change` loads, proves and serves a version. The other events are those of upkeep.py, which brings a
+replica back that is lost, finds it places, lets it sleep, and has it take weights without files.
 """
 
 import asyncio

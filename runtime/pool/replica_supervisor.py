@@ -170,7 +170,7 @@ class ReplicaSupervisor:
             "alive": self._alive,
             "why": self._why,
             "url": server.url if server else "",
-            "alias": server.alias if server else "",
+            "alias": server.model if server else "",
             "secret": server.secret if server else "",
             "pid": self.replica.pid,
             "port": self.replica.port,

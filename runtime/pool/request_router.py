@@ -11,13 +11,12 @@ from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import (
     AsyncGenerator,
-    AsyncIterator,
     Callable,
     Collection,
     Iterator,
     Sequence,
 )
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import aclosing, contextmanager, suppress
 from itertools import count
 from math import ceil
 from typing import Any
@@ -251,8 +250,8 @@ class RequestRouter:
             while True:
                 sent, closed, exchange.samples = False, False, []
                 await suspicion.wait()
-                place = self._admit(version, deadline, refused, exchange)
-                async with place as (slot, exchange.version):
+                slot, exchange.version = await self._pick(version, deadline, refused, exchange)
+                with slot.requests.track(exchange.version):
                     exchange.began = time.time()
                     losses, alone = slot.losses, slot.in_flight == 1
                     try:
@@ -282,18 +281,6 @@ class RequestRouter:
                     suspicion.add(alone, slot.why_lost)
         finally:
             suspicion.end()
-
-    @asynccontextmanager
-    async def _admit(
-        self,
-        version: Wanted,
-        deadline: float,
-        refused: Collection[RoutedReplica],
-        exchange: EngineCall,
-    ) -> AsyncIterator[tuple[RoutedReplica, str]]:
-        slot, name = await self._pick(version, deadline, refused, exchange)
-        with slot.requests.track(name):
-            yield slot, name
 
     async def _pick(
         self,

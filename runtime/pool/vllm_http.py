@@ -4,7 +4,7 @@ An engine of this host listens at a Unix socket in a folder that only its user c
 port is needed, who listens there has to prove itself first (runtime/vllm_plugins/proof.py), or
 shows a certificate of the replicas' CA (replica_certificates.py). Every failure becomes one of our
 errors. vllm_engine.py implements the `Engine` port with this. An adapter's engine shares it with
-the engine of the weights. gateway/controller_link.py uses ProvedConnector for the controller.
+the engine of the weights. gateway/further_gateway.py uses ProvedConnector for the controller.
 """
 
 import asyncio

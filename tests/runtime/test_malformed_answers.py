@@ -29,8 +29,11 @@ from cray_agents.paths import Home
 from cray_agents.ports import EngineCall
 from cray_agents.runtime.background import FAILURES
 from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.gateway.controller_link import ControllerLink
-from cray_agents.runtime.gateway.further_gateway import MOST_NOTES, ControllerReports
+from cray_agents.runtime.gateway.further_gateway import (
+    MOST_NOTES,
+    ControllerLink,
+    ControllerReports,
+)
 from cray_agents.runtime.pool.job_lease import SupervisorClient
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.vllm_engine import VllmEngine

@@ -199,13 +199,13 @@ async def on_os_error(request: Request, error: Exception) -> Response:
     if error.errno not in FULL | AWAY:
         raise error
     log.error("%s %s: %s", request.method, request.scope["path"], error)
+    text, ours = os.strerror(error.errno or errno.EIO), StoreError
     if error.errno in AWAY:
-        text = os.strerror(error.errno or errno.EIO)
-        away = StoreError(f"{text}: the platform's root cannot be used now; ask again in a moment")
-        return await on_cray_error(request, away)
-    text = os.strerror(error.errno or errno.ENOSPC)
-    full = DiskFull(f"{text}: nothing was stored; free some of the platform's disk, send it again")
-    return await on_cray_error(request, full)
+        text += ": the platform's root cannot be used now; ask again in a moment"
+    else:
+        text += ": nothing was stored; free some of the platform's disk, send it again"
+        ours = DiskFull
+    return await on_cray_error(request, ours(text))
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
