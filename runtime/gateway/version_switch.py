@@ -48,54 +48,6 @@ MIN_STAY = 1.0  # seconds that a version loaded on demand stays, at least
 RETRY_INTERVAL = 60.0  # seconds until a verdict that could not be carried out is tried again
 
 
-# ---- weights
-class VersionWeights:
-    """Whole directories of versions' weights. `in_use`: returns those that replicas hold.
-
-    A delta checkpoint is rebuilt: on the shared root before its promotion, else in this host's
-    cache.
-    """
-
-    def __init__(self, home: Home, in_use: Callable[[], set[Path]]) -> None:
-        self._home = home
-        self._in_use = in_use
-        self._shadow_lock = threading.Lock()  # of the threads that make shadows
-        self._shadows: Shadows | None = None  # made for the first delta checkpoint
-
-    async def close(self) -> None:
-        """Remove what was rebuilt in this host's cache."""
-        if self._shadows is not None:
-            await asyncio.to_thread(self._shadows.remove)
-
-    async def make_whole(self, version: ModelVersion) -> None:
-        """Rebuild a delta checkpoint's weights on the shared root. Raises NotFound, Corrupt."""
-        directory = self._home.checkpoint(version.checkpoint)
-        await asyncio.to_thread(materialize, self._home, directory)
-
-    async def directory_and_probe(self, version: ModelVersion) -> tuple[Path, list[ProbePrompt]]:
-        """Return a whole directory of a version's weights, and their golden probe.
-
-        Raises SwapError where a delta checkpoint cannot be made whole.
-        """
-        directory = self._home.checkpoint(version.checkpoint)
-        manifest = await asyncio.to_thread(checkpoints.read_manifest, directory)
-        if manifest.delta is not None:
-            directory = await asyncio.to_thread(self._shadow, version, directory)
-        return directory, manifest.probe
-
-    def _shadow(self, version: ModelVersion, directory: Path) -> Path:
-        with self._shadow_lock:
-            try:
-                if self._shadows is None:
-                    self._shadows = Shadows(self._home, host_cache() / "shadows")
-                shadow = self._shadows.directory(directory)
-            except (CrayError, OSError) as error:
-                raise SwapError(f"{version.id} was not loaded: {error}") from error
-            self._shadows.sweep({shadow, *self._in_use()})
-            return shadow
-
-
-# ---- changes
 class VersionSwitcher:
     """All changes to the version that a name means. `live` resolves names for live sessions."""
 
@@ -111,7 +63,8 @@ class VersionSwitcher:
         self.live = CanaryTraffic(home, store, registry, self._on_unstaged, self._on_verdict)
         self.leases = ReplicaLeases(self._give_back)
         self._home = home
-        self._weights = VersionWeights(home, pool.checkpoints)
+        self._shadow_lock = threading.Lock()  # of the threads that make shadows
+        self._shadows: Shadows | None = None  # made for the first delta checkpoint
         self._registry = registry
         self._pool = pool
         self._admission = admission
@@ -161,7 +114,7 @@ class VersionSwitcher:
                     try:
                         report = await self._stage(version, displace=force)
                     except Displaces:
-                        directory, probe = await self._weights.directory_and_probe(version)
+                        directory, probe = await self._directory_and_probe(version)
                         with suppress(NotLoaded):
                             return await self._pool.load_beside(
                                 directory, version.id, probe, sorted(before)
@@ -229,7 +182,7 @@ class VersionSwitcher:
             if self._pool.serves(version.id):
                 return
             protected = [other.id for other in self._promoted_versions()]
-            directory, probe = await self._weights.directory_and_probe(version)
+            directory, probe = await self._directory_and_probe(version)
             try:
                 await self._pool.load_beside(directory, version.id, probe, protected)
             except NotLoaded as error:
@@ -288,7 +241,7 @@ class VersionSwitcher:
         async with self._rollback_turn():
             try:
                 version = self._rollback_target(name, to, force, being_promoted)
-                await self._weights.make_whole(version)
+                await self._make_whole(version)
                 await self._prove(version, force=True)
                 await self._end_canary(name, who, f"rolled back to {version.id}")
                 event = await asyncio.to_thread(
@@ -349,7 +302,8 @@ class VersionSwitcher:
         await self._tasks.close()
         await self.leases.close()
         await self.live.close()
-        await self._weights.close()
+        if self._shadows is not None:
+            await asyncio.to_thread(self._shadows.remove)
 
     @asynccontextmanager
     async def _rollback_turn(self) -> AsyncIterator[None]:
@@ -375,7 +329,7 @@ class VersionSwitcher:
     ) -> ModelEvent:
         self._being_promoted = version
         try:
-            await self._weights.make_whole(version)
+            await self._make_whole(version)
             await self._prove(version, force=force)
         finally:
             self._being_promoted = None
@@ -539,7 +493,7 @@ class VersionSwitcher:
         self, version: ModelVersion, change: Callable[..., Coroutine[Any, Any, ProbeReport]]
     ) -> ProbeReport:
         """Change the pool's weights to a version's, and measure it. Raises SwapError."""
-        directory, probe = await self._weights.directory_and_probe(version)
+        directory, probe = await self._directory_and_probe(version)
         start, passed = time.perf_counter(), False
         try:
             report = await change(directory, version.id, probe)
@@ -552,6 +506,35 @@ class VersionSwitcher:
         """Let waiting requests resolve their names again, after a name's meaning has changed."""
         self._pool.wake()
         self._admission.recheck()
+
+    # ---- weights: a delta checkpoint is rebuilt, on the shared root before its promotion, else in
+    # this host's cache
+    async def _make_whole(self, version: ModelVersion) -> None:
+        """Rebuild a delta checkpoint's weights on the shared root. Raises NotFound, Corrupt."""
+        directory = self._home.checkpoint(version.checkpoint)
+        await asyncio.to_thread(materialize, self._home, directory)
+
+    async def _directory_and_probe(self, version: ModelVersion) -> tuple[Path, list[ProbePrompt]]:
+        """Return a whole directory of a version's weights, and their golden probe.
+
+        Raises SwapError where a delta checkpoint cannot be made whole.
+        """
+        directory = self._home.checkpoint(version.checkpoint)
+        manifest = await asyncio.to_thread(checkpoints.read_manifest, directory)
+        if manifest.delta is not None:
+            directory = await asyncio.to_thread(self._shadow, version, directory)
+        return directory, manifest.probe
+
+    def _shadow(self, version: ModelVersion, directory: Path) -> Path:
+        with self._shadow_lock:
+            try:
+                if self._shadows is None:
+                    self._shadows = Shadows(self._home, host_cache() / "shadows")
+                shadow = self._shadows.directory(directory)
+            except (CrayError, OSError) as error:
+                raise SwapError(f"{version.id} was not loaded: {error}") from error
+            self._shadows.sweep({shadow, *self._pool.checkpoints()})
+            return shadow
 
     # ---- callbacks of CanaryTraffic
 

@@ -47,7 +47,7 @@ from cray_agents.runtime.gateway.model_calls.admission import Ticket
 from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi
 from cray_agents.runtime.gateway.model_calls.apis.chat import COMPLETIONS
 from cray_agents.runtime.gateway.model_calls.apis.responses import RESPONSES, complete_answer
-from cray_agents.runtime.gateway.model_calls.call import DATA, Call, choices_of
+from cray_agents.runtime.gateway.model_calls.call import DATA, Call, Piece, choices_of
 from cray_agents.runtime.gateway.model_calls.idempotency import (
     ReplayedAnswer,
     fingerprint,
@@ -55,7 +55,6 @@ from cray_agents.runtime.gateway.model_calls.idempotency import (
 )
 from cray_agents.runtime.gateway.model_calls.relay import (
     EventStream,
-    Piece,
     StreamRecorder,
     begin_span,
     end_span,

@@ -18,6 +18,7 @@ from cray_agents.runtime.gateway.http.error_envelope import LONGEST, without_pat
 from cray_agents.runtime.gateway.model_calls.admission import Ticket
 from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi
 from cray_agents.runtime.gateway.model_calls.idempotency import (
+    SAMPLE_FIELDS,
     InFlightKey,
     replay_of,
     samples_member,
@@ -32,7 +33,7 @@ NOT_SAMPLING = {"model", "stream", "stream_options", "request_id"}
 #: Anthropic's stop reasons -> OpenAI's finish reasons.
 STOP_REASONS = {"end_turn": "stop", "max_tokens": "length", "tool_use": "tool_calls"}
 DATA = b"data: {"  # beginning of the line of an event that carries an object
-End = bytes | CrayError | None  # a stream's bytes, if it was whole, or the error that ended it
+Piece = bytes | CrayError | None  # of a stream: whole events; the error that ended it; the end
 
 
 @dataclass
@@ -97,14 +98,8 @@ class Call:
 
     def samples_member(self) -> bytes:
         """Return the answer's JSON member `samples`, with a comma before it."""
-        return samples_member(
-            {
-                "prompt_token_ids": s.prompt_token_ids,
-                "token_ids": s.token_ids,
-                "logprobs": s.logprobs,
-            }
-            for s in self.exchange.samples
-        )
+        samples = self.exchange.samples
+        return samples_member({name: getattr(s, name) for name in SAMPLE_FIELDS} for s in samples)
 
     def samples_event(self) -> bytes:
         """Return the event of a stream that carries `samples`; nothing if they are not wanted."""
@@ -117,14 +112,14 @@ class Call:
         """Return the events of a call that was answered in one piece."""
         return self._events(self.api.parse_answer(answer), [answer], None, reply)
 
-    def stream_events(self, stream: bytes, cut: str | None, end: End) -> list[Event]:
+    def stream_events(self, stream: bytes, cut: str | None, end: Piece) -> list[Event]:
         """Return the events of a streamed call; `cut` is the reason if the stream broke off."""
         data = _parse_data(stream)
         samples = len(self.exchange.samples) or self.choices
         return self._events(self.api.parse_stream(data, samples), data, cut, end)
 
     def _events(
-        self, messages: Sequence[Message], data: Sequence[Body], cut: str | None, end: End
+        self, messages: Sequence[Message], data: Sequence[Body], cut: str | None, end: Piece
     ) -> list[Event]:
         """Return an event per sampled sequence. `messages` belong to the last sequences."""
         samples = self.exchange.samples or [SampledSequence([], [], []) for _ in messages]

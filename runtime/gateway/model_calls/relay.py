@@ -21,14 +21,13 @@ from cray_agents.errors import CrayError, NotFound
 from cray_agents.records import Event
 from cray_agents.runtime.background import start_task
 from cray_agents.runtime.gateway.http.error_envelope import error_event
-from cray_agents.runtime.gateway.model_calls.call import Call
+from cray_agents.runtime.gateway.model_calls.call import Call, Piece
 from cray_agents.runtime.gateway.services import Services
 
 KEEP_ALIVE = b": keep-alive\n\n"
 # what tells a client that a sequence has ended; JSON escapes quotes and newlines within strings
 _FINISH = re.compile(rb'"finish_reason":"|^event: message_delta$', re.MULTILINE)
 
-Piece = bytes | CrayError | None  # whole events; the error that ended them; the end
 Record = Callable[[bytes, str | None, Piece], Awaitable[None]]
 
 
