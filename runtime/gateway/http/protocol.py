@@ -105,4 +105,9 @@ class Protocol(BoundedHeads):
 
 def protocol(head_timeout: float) -> type[Protocol]:
     """Return the protocol of a server that waits so many seconds for a head."""
-    return type("Timed", (Protocol,), {"head_timeout": head_timeout})
+
+    class Timed(Protocol):
+        """A connection with this time limit."""
+
+    Timed.head_timeout = head_timeout
+    return Timed

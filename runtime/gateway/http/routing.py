@@ -281,7 +281,8 @@ def _without_head(route: GatewayRoute) -> GatewayRoute:
 
 def _reading(read: Handler, media_type: str, long: bool) -> Handler:
     """Return the coroutine that answers with what `read` returns."""
-    signature, takes = inspect.signature(read), inspect.Parameter("request", 3, annotation=Request)
+    signature, keyword = inspect.signature(read), inspect.Parameter.KEYWORD_ONLY
+    takes = inspect.Parameter("request", keyword, annotation=Request)
     own = "request" in signature.parameters
 
     async def handle(request: Request, **given: Any) -> Response:
