@@ -42,7 +42,7 @@ from cray_agents.runtime.gateway.app import enclose, routes
 from cray_agents.runtime.gateway.http.api_keys import Keys
 from cray_agents.runtime.gateway.http.auth import Access, Mode, RoleCheck
 from cray_agents.runtime.gateway.http.bounds import MAX_BODY
-from cray_agents.runtime.gateway.http.client_work import ClientWork
+from cray_agents.runtime.gateway.http.client_work import ClientWork, until_left
 from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.http.middleware import REQUEST_ID
 from cray_agents.runtime.gateway.model_calls.admission import Admission
@@ -188,7 +188,7 @@ class ControllerLink:
                 ) from error
             break
         try:
-            await _pass_on(response, body, send)
+            await _pass_on(response, receive, send)
         finally:
             response.close()
 
@@ -251,7 +251,7 @@ def _nobody(why: object) -> NoController:
 
 
 class _Body:
-    """The body of a request that is passed on, and the wait for its client to leave."""
+    """The body of a request that is passed on."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         names = {name for name, _ in scope["headers"]}
@@ -269,13 +269,8 @@ class _Body:
             if message.get("body"):
                 yield message["body"]
 
-    async def wait_until_left(self) -> None:
-        """Return when the client has left; a body that was not read is dropped."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
 
-
-async def _pass_on(response: aiohttp.ClientResponse, body: _Body, send: Send) -> None:
+async def _pass_on(response: aiohttp.ClientResponse, receive: Receive, send: Send) -> None:
     headers: Headers = [
         (name.lower(), value)
         for name, value in response.raw_headers
@@ -285,7 +280,7 @@ async def _pass_on(response: aiohttp.ClientResponse, body: _Body, send: Send) ->
     await send(start)
     task = asyncio.current_task()
     assert task is not None
-    left = asyncio.create_task(body.wait_until_left())
+    left = asyncio.create_task(until_left(receive))
     left.add_done_callback(lambda done: None if done.cancelled() else response.close())
     try:
         async for piece in response.content.iter_any():

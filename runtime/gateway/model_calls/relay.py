@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from cray_agents.errors import CrayError, NotFound
 from cray_agents.records import Event
 from cray_agents.runtime.background import start_task
+from cray_agents.runtime.gateway.http.client_work import until_left
 from cray_agents.runtime.gateway.http.error_envelope import error_event
 from cray_agents.runtime.gateway.model_calls.call import Call, Piece
 from cray_agents.runtime.gateway.services import Services
@@ -199,8 +200,7 @@ class EventStream(Response):
             self._recorder.stop()
 
     async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await until_left(receive)
         self._recorder.stop()
 
 
