@@ -8,6 +8,7 @@ report through the methods here. routes/platform.py serves GET /metrics.
 
 from collections import Counter as Counts
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, get_args
 
@@ -42,35 +43,21 @@ class Metrics:
     def __init__(self, gateway: str = "") -> None:
         self.gateway = gateway
         self.registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "cray_requests", "HTTP requests", ["route", "method", "status"], registry=registry
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        self.requests = counter("cray_requests", "HTTP requests", ["route", "method", "status"])
+        about = "Seconds from a request's head to the end of its answer"
+        self.request_seconds = histogram("cray_request_seconds", about, ["route"], buckets=SECONDS)
+        about = "Seconds from a request's head to the head of its answer"
+        self.first_byte_seconds = histogram(
+            "cray_first_byte_seconds", about, ["route"], buckets=SECONDS
         )
-        self.request_seconds = Histogram(
-            "cray_request_seconds",
-            "Seconds from a request's head to the end of its answer",
-            ["route"],
-            buckets=SECONDS,
-            registry=registry,
-        )
-        self.first_byte_seconds = Histogram(
-            "cray_first_byte_seconds",
-            "Seconds from a request's head to the head of its answer",
-            ["route"],
-            buckets=SECONDS,
-            registry=registry,
-        )
-        self.errors = Counter("cray_errors", "Errors by code", ["code"], registry=registry)
-        self.tokens = Counter(
-            "cray_tokens", "Tokens of recorded calls (prompt, sampled)", ["kind"], registry=registry
-        )
-        self.calls = Counter("cray_calls_recorded", "Model calls in the store", registry=registry)
-        self.swap_seconds = Histogram(
-            "cray_swap_seconds",
-            "Seconds until all replicas held new weights, or did not",
-            ["outcome"],
-            buckets=SWAP_SECONDS,
-            registry=registry,
-        )
+        self.errors = counter("cray_errors", "Errors by code", ["code"])
+        self.tokens = counter("cray_tokens", "Tokens of recorded calls (prompt, sampled)", ["kind"])
+        self.calls = counter("cray_calls_recorded", "Model calls in the store")
+        about = "Seconds until all replicas held new weights, or did not"
+        self.swap_seconds = histogram("cray_swap_seconds", about, ["outcome"], buckets=SWAP_SECONDS)
         self.model_calls = CallMetrics(registry)
         self._collectors: list[Collector] = []
         self._replica_states: Sequence[Mapping[str, Any]] = ()
@@ -84,17 +71,11 @@ class Metrics:
         self._series: dict[tuple[str, str, int], _Series] = {}
         self._codes: set[str] = set()
         self._states: set[str] = set(get_args(State))  # all are listed, also with 0
-        self._in_flight = Gauge("cray_requests_in_flight", "HTTP requests now", registry=registry)
-        self._places = Gauge(
-            "cray_admission_requests",
-            "Model requests by class (interactive, batch), inside at the engines or waiting",
-            ["class", "place"],
-            registry=registry,
-        )
-        self._capacity = Gauge(
-            "cray_admission_capacity", "Requests the engines take at once", registry=registry
-        )
-        self._replicas = Gauge("cray_replicas", "Replicas by state", ["state"], registry=registry)
+        self._in_flight = gauge("cray_requests_in_flight", "HTTP requests now")
+        about = "Model requests by class (interactive, batch), inside at the engines or waiting"
+        self._places = gauge("cray_admission_requests", about, ["class", "place"])
+        self._capacity = gauge("cray_admission_capacity", "Requests the engines take at once")
+        self._replicas = gauge("cray_replicas", "Replicas by state", ["state"])
 
     def add(self, collector: Collector) -> None:
         """Let `collect` also yield the metrics of a collector."""

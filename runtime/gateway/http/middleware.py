@@ -18,6 +18,7 @@ from urllib.parse import unquote
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -95,7 +96,10 @@ class Middleware:
             scope[ERROR_CODE] = INTERNAL
             if status:
                 raise
-            await _answer_500(scope, send_with_headers, error)
+            message = f"the gateway failed: {type(error).__name__}"
+            body = envelope(500, message, INTERNAL, scope=scope)
+            failed = Response(body, 500, media_type="application/json")
+            await failed(scope, receive, send_with_headers)
         finally:
             self._metrics.in_flight -= 1
             self._count(scope, status, first, time.perf_counter() - start)
@@ -184,11 +188,3 @@ def _request_id(scope: Scope) -> bytes:
         if name == b"x-request-id" and SANE_ID.fullmatch(value):
             return bytes(value)
     return new_id("req").encode()
-
-
-async def _answer_500(scope: Scope, send: Send, error: Exception) -> None:
-    message = f"the gateway failed: {type(error).__name__}"
-    body = envelope(500, message, INTERNAL, scope=scope)
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": 500, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -94,8 +94,7 @@ class Ticket:
         self._admission._leave(self)
 
     async def __aenter__(self) -> "Ticket":
-        if not self.inside:
-            await self.wait()
+        await self.wait()
         return self
 
     async def __aexit__(
