@@ -125,12 +125,13 @@ def further_services(config: Config, link: ControllerLink, store: Store) -> Furt
         outage=lambda: outage_seconds(pool.limits, scales=replicas_scale(link)),
     )
     return FurtherServices(
+        config.root,
         store,
         registry,
         pool,
         link,
         reports,
-        admission,
+        admission=admission,
         keep_alive=config.keep_alive,
         body_timeout=config.body_timeout,
         reward_limit=config.reward_limit,

@@ -22,8 +22,8 @@ import socket
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 from urllib.parse import quote_from_bytes
 
 import aiohttp
@@ -41,24 +41,14 @@ from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.gateway.app import enclose, routes
 from cray_agents.runtime.gateway.http.api_keys import Keys
 from cray_agents.runtime.gateway.http.auth import Access, Mode, RoleCheck
-from cray_agents.runtime.gateway.http.bounds import MAX_BODY
-from cray_agents.runtime.gateway.http.client_work import ClientWork, until_left
-from cray_agents.runtime.gateway.http.metrics import Metrics
+from cray_agents.runtime.gateway.http.client_work import until_left
 from cray_agents.runtime.gateway.http.middleware import REQUEST_ID
-from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.model_calls.canary_traffic import LiveCanaries
-from cray_agents.runtime.gateway.model_calls.control_tokens import ControlTokens
-from cray_agents.runtime.gateway.model_calls.idempotency import IdempotencyKeys
-from cray_agents.runtime.gateway.ownership import RunOwners
+from cray_agents.runtime.gateway.services import CallServices
 from cray_agents.runtime.pool.published_replicas import FollowedPool
 from cray_agents.runtime.pool.vllm_http import ProvedConnector
 from cray_agents.runtime.registry.canary import Canary
 from cray_agents.runtime.registry.registry import Registry
-from cray_agents.runtime.store import Store
-from cray_agents.runtime.store.feedback import REWARD_LIMIT
-
-if TYPE_CHECKING:
-    from cray_agents.runtime.telemetry.live_traces import LiveTraces
 
 CLAIM_INTERVAL = 0.25  # seconds between two looks at the claim
 _ASCII = bytes(range(0x21, 0x7F))
@@ -430,32 +420,18 @@ class FollowedVersions:
 
 
 @dataclass
-class FurtherServices:
+class FurtherServices(CallServices):
     """The parts behind the routes that are `local`, by the names that they have in `Services`."""
 
-    store: Store
-    registry: Registry
     pool: FollowedPool
     link: ControllerLink
     reports: ControllerReports
-    admission: Admission
-    keep_alive: float = 2.0
-    max_body: int = MAX_BODY
-    body_timeout: float = 60.0
-    reward_limit: float = REWARD_LIMIT
-    run_headers: tuple[str, ...] = ()
-    traces: "LiveTraces | None" = None
-    work: ClientWork = field(default_factory=ClientWork)
-    metrics: Metrics = field(default_factory=Metrics)
 
     def __post_init__(self) -> None:
         """Make the parts that consist of other parts."""
-        self.several_gateways = True
-        self.tasks = BackgroundTasks()
-        self.run_owners = RunOwners(self.store)
-        self.idempotency_keys = IdempotencyKeys(self.store, shared=True)
+        super().__post_init__()
+        self.several_gateways = self.idempotency_keys.shared = True
         self.versions = FollowedVersions(self.registry, self.pool, self.reports, self.link)
-        self.control_tokens = ControlTokens(self.registry)
         self.reports.demand = lambda: self.admission.demand
 
     @property
@@ -473,10 +449,7 @@ class FurtherServices:
 
     async def close(self) -> None:
         """Close the parts that reach the controller and the replicas."""
-        await self.tasks.close()
-        await self.work.close()
-        if self.traces is not None:
-            await asyncio.to_thread(self.traces.close)
+        await super().close()
         await self.versions.close()
         await self.link.close()
         await self.pool.close()
