@@ -37,7 +37,6 @@ from cray_agents.runtime.files.files import (
     ExpiresAfter,
     File,
     FileObject,
-    Files,
     Order,
     Purpose,
 )
@@ -351,8 +350,8 @@ async def create_file(services: Current, request: Request) -> Response:
     draft_of = partial(files.blobs.draft, sent=True)
     async with receive_form(request, "file", draft_of, services.max_file) as form:
         draft, fields = _checked(form)
-        owner = caller_of(request).key_id
-        file = await asyncio.to_thread(_publish, files, draft, {**fields, "owner": owner})
+        fields["owner"] = caller_of(request).key_id
+        file = await asyncio.to_thread(lambda: files.publish(draft.publish(), **fields))
     return json_response(file.to_openai())
 
 
@@ -502,10 +501,6 @@ def _checked(form: Form) -> tuple[BlobDraft, dict[str, Any]]:
         "filename": check_filename(form.filename),
         "expires_at": expires_at,
     }
-
-
-def _publish(files: Files, draft: BlobDraft, fields: dict[str, Any]) -> FileObject:
-    return files.publish(draft.publish(), **fields)
 
 
 def _check_range(header: str | None, file: FileObject) -> Response | None:
