@@ -355,20 +355,15 @@ class Http:
         return f"the replica of {public_name}" if public_name else f"{self.url}{path}"
 
 
-def to_engine_error(
-    status: int, body: bytes | dict[str, Any], names: tuple[str, str] = ("", "")
-) -> EngineError:
+def to_engine_error(status: int, body: bytes, names: tuple[str, str] = ("", "")) -> EngineError:
     """Turn vLLM's error, whose `code` is an int and whose shape varies, into one of ours.
 
     `names`: vLLM's name of the model, and the name that the client reads instead.
     """
-    if isinstance(body, bytes):
-        try:
-            content = orjson.loads(body)
-        except orjson.JSONDecodeError:
-            content = body.decode(errors="replace")[:500]
-    else:
-        content = body
+    try:
+        content = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        content = body.decode(errors="replace")[:500]
     error = content.get("error", content.get("detail")) if isinstance(content, dict) else content
     if not isinstance(error, dict):
         error = {"message": str(error or f"status {status}")}
