@@ -46,7 +46,7 @@ def _to_the_end(
     """Return a change of weights that goes on to its end, though its caller be cancelled."""
 
     @wraps(change)
-    async def shielded(pool: "Pool", *args: Given.args, **options: Given.kwargs) -> T:
+    async def shielded(pool: "Pool", /, *args: Given.args, **options: Given.kwargs) -> T:
         work = change(pool, *args, **options)
         return await asyncio.shield(pool._tasks.run("weight change", work))
 

@@ -29,7 +29,7 @@ GONE = "gone"  # status class of a client that left before the answer
 class _Series(NamedTuple):
     """The series of one route, method and status, looked up once."""
 
-    count: Counter
+    requests: Counter
     first_byte: Histogram
     seconds: Histogram
 
@@ -104,7 +104,7 @@ class Metrics:
                 self.first_byte_seconds.labels(route),
                 self.request_seconds.labels(route),
             )
-        kept.count.inc()
+        kept.requests.inc()
         if status:
             kept.first_byte.observe(first)
         kept.seconds.observe(total)
