@@ -119,7 +119,8 @@ class ControllerLink:
         """Read the claim; return True if the controller is another one now."""
         before = self.claim
         try:
-            self.claim = await asyncio.to_thread(read_claim, self._home) or UNKNOWN
+            claim = await asyncio.to_thread(read_claim, self._home)
+            self.claim = claim or UNKNOWN
         except (OSError, KeyError, TypeError, ValueError) as error:  # the last known may be right
             log.warning("the controller is not known anew: %s", error)
         return self.claim not in (UNKNOWN, before)
