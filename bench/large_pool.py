@@ -112,7 +112,6 @@ async def _choices(root: Home, streams: int) -> dict[str, float]:
     figures = {}
     pool = FollowedPool(root.serving, answer_timeout=60, on_failure=lambda *failure: None)
     await pool.look()
-    router = pool._router
     calls = [
         EngineCall(PATH, {"messages": [{"role": "user", "content": f"{n}. {QUESTION}"}]}, "x",
                    conversation=f"run-{n}")
@@ -122,14 +121,14 @@ async def _choices(root: Home, streams: int) -> dict[str, float]:
         for replica in pool._replicas:
             for _ in range(streams // len(pool._replicas)):
                 stack.enter_context(replica.requests.track("m@1"))
-        for router.shared in (False, True):
-            router._places.clear()
+        for pool.shared in (False, True):
+            pool._places.clear()
             for turn in ("first call", "next call"):
                 begun = time.process_time()
                 for call in calls:
-                    await router._pick("m@1", 0.0, (), call)
+                    await pool._pick("m@1", 0.0, (), call)
                 spent = time.process_time() - begun
-                beside = " beside other gateways" if router.shared else ""
+                beside = " beside other gateways" if pool.shared else ""
                 figures[f"a conversation's {turn}{beside}"] = 1e6 * spent / streams
     await pool.close()
     return figures

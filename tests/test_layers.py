@@ -224,9 +224,9 @@ OWN_TASKS = {
     "runtime/batches/worker.py": {  # end the worker, which compose.py starts again
         *("__init__", "run", "run_worker", "_run_lane", "_start_chore", "send"),
     },
-    "runtime/gateway/controller_link.py": {"_pass_on"},
+    "runtime/gateway/further_gateway.py": {"_pass_on"},
     "runtime/gateway/http/client_work.py": {"await_or_disconnect", "begin"},
-    "runtime/gateway/http/multipart.py": {"_feed"},
+    "runtime/gateway/routes/files.py": {"_feed"},
     "runtime/gateway/model_calls/answer.py": {"wait_for_slot"},
     "runtime/gateway/model_calls/relay.py": {"__call__"},
     "runtime/pool/pool.py": {"start"},

@@ -20,8 +20,8 @@ import uvloop
 from cray_agents.config import Config
 from cray_agents.errors import CrayError, SetupError
 from cray_agents.processes import SAFE_IMPORTS, alive
-from cray_agents.runtime.gateway.controller_link import ControllerLink
 from cray_agents.runtime.gateway.further_gateway import (
+    ControllerLink,
     ControllerReports,
     FurtherServices,
     create_further_app,
@@ -72,7 +72,7 @@ async def run_further(config: Config, listener: socket.socket, starter: int | No
     gc.set_threshold(*GC)
     link = ControllerLink(config.root)
     await link.look()
-    if not link.token:
+    if not link.claim.token:
         await link.close()
         raise SetupError(
             f"no platform runs on {config.root.root}: start it with "
@@ -125,12 +125,13 @@ def further_services(config: Config, link: ControllerLink, store: Store) -> Furt
         outage=lambda: outage_seconds(pool.limits, scales=replicas_scale(link)),
     )
     return FurtherServices(
+        config.root,
         store,
         registry,
         pool,
         link,
         reports,
-        admission,
+        admission=admission,
         keep_alive=config.keep_alive,
         body_timeout=config.body_timeout,
         reward_limit=config.reward_limit,
@@ -142,7 +143,8 @@ def further_services(config: Config, link: ControllerLink, store: Store) -> Furt
 
 def replicas_scale(link: ControllerLink) -> bool:
     """Tell whether the controller's replicas come and go with the load, by its claim."""
-    return bool(link.replicas) and ReplicaCount.parse(link.replicas).least is not None
+    replicas = link.claim.replicas
+    return bool(replicas) and ReplicaCount.parse(replicas).least is not None
 
 
 def replica_tls(config: Config) -> ssl.SSLContext | None:
@@ -161,7 +163,7 @@ async def _wait_for_end(services: FurtherServices, starter: int | None) -> None:
     signalled = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, signalled.set)
-    first = services.link.term
+    first = services.link.claim.term
     while not signalled.is_set():
         try:
             await asyncio.wait_for(signalled.wait(), _LOOK)
@@ -176,7 +178,8 @@ def _is_unneeded(services: FurtherServices, first: int) -> bool:
     if silent > ORPHANED:
         say(f"this gateway ends: no controller has answered for {silent:.0f} s")
         return True
-    replaced = services.link.term != first and services.link.is_here and silent < _LOOK
+    claim = services.link.claim
+    replaced = claim.term != first and claim.here and silent < _LOOK
     if replaced:
         say("this gateway ends: another platform has taken over, and starts its own")
     return replaced

@@ -6,7 +6,7 @@ are declared; model_calls/answer.py, the calls to models.
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 from starlette.applications import Starlette
@@ -17,12 +17,9 @@ from starlette.routing import BaseRoute
 
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.gateway.http.auth import Access
-from cray_agents.runtime.gateway.http.client_work import ClientWork
 from cray_agents.runtime.gateway.http.error_envelope import HANDLERS
-from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.http.middleware import Middleware
 from cray_agents.runtime.gateway.http.routing import GatewayRoute, Router, document
-from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.routes import (
     batches,
     dashboard,
@@ -41,7 +38,7 @@ from cray_agents.runtime.gateway.routes import (
     tinker_models,
     trajectories,
 )
-from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.gateway.services import CallServices, Services
 from cray_agents.runtime.telemetry.audit_log import AuditLog
 
 router = Router("Platform")
@@ -68,15 +65,6 @@ ROUTERS = (
 )
 
 
-class Enclosed(Protocol):
-    """Parts that the layers around the routes need: `Services` | `FurtherServices`."""
-
-    admission: Admission
-    metrics: Metrics
-    body_timeout: float
-    work: ClientWork
-
-
 def create_app(services: Services) -> Starlette:
     """Return the ASGI application over these services, which stay their maker's to close."""
     access = Access(Keys(services.home), services.api_keys, services.token)
@@ -85,7 +73,7 @@ def create_app(services: Services) -> Starlette:
 
 def enclose(
     routes: Sequence[BaseRoute],
-    services: "Enclosed",
+    services: CallServices,
     access: Access,
     audit: AuditLog | None = None,
 ) -> Starlette:

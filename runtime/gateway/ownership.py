@@ -85,7 +85,8 @@ class RunOwners:
         """
         if caller.role is not Role.admin:
             if run_id not in self._cache:
-                await self._look_up(caller, run_id)
+                facts = await asyncio.to_thread(self._facts, [run_id])
+                self._cache_owner(caller, run_id, facts[run_id])
             check_owner(caller, self._cache[run_id], f"run {run_id!r}")
 
     async def owners(
@@ -111,13 +112,15 @@ class RunOwners:
                 raise NotFound(f"no run {run_id!r} is recorded: tell of it first", param="run_id")
             owners[run_id] = self._cache_owner(caller, run_id, known)
             check_owner(caller, owners[run_id], f"run {run_id!r}")
-            if run_id in described and known is not None and known.loop is not None:
-                _check_not_taken_over(caller, known)
+            loop = None if known is None else known.loop
+            if loop is not None and run_id in described and caller.role < Role.train:
+                raise AccessDenied(
+                    f"run {run_id!r} is of loop {loop!r} now, and is not described again; it may "
+                    "still be rewarded",
+                    status=403,
+                    code="not_the_owner",
+                )
         return owners
-
-    async def _look_up(self, caller: Caller, run_id: str) -> None:
-        facts = await asyncio.to_thread(self._facts, [run_id])
-        self._cache_owner(caller, run_id, facts[run_id])
 
     def _facts(self, run_ids: list[str]) -> dict[str, RunFacts | None]:
         self._store.refresh()
@@ -146,14 +149,3 @@ class RunOwners:
         if len(self._cache) > MAX_CACHED:
             self._cache.popitem(last=False)
         return owner
-
-
-def _check_not_taken_over(caller: Caller, known: RunFacts) -> None:
-    """Raise AccessDenied for a new description of a run that a loop has taken over."""
-    if caller.role < Role.train:
-        raise AccessDenied(
-            f"run {known.run_id!r} is of loop {known.loop!r} now, and is not described again; it "
-            "may still be rewarded",
-            status=403,
-            code="not_the_owner",
-        )

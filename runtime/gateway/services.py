@@ -2,7 +2,7 @@
 
 import asyncio
 from asyncio.subprocess import Process
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -33,7 +33,6 @@ from cray_agents.runtime.gateway.tinker.samples import TinkerSamples
 from cray_agents.runtime.gateway.tinker.training_runs import TinkerFiles
 from cray_agents.runtime.gateway.version_switch import VersionSwitcher
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.pool.published_replicas import publish
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.feedback import REWARD_LIMIT
@@ -48,72 +47,76 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Services:
-    """The parts behind the routes, and the settings of the gateway.
+class CallServices:
+    """The parts behind routes that every gateway answers itself: `Services` | `FurtherServices`.
 
-    platform: the facts that /v1/platform returns. code: the version of the trainer's code, which
-    job ids depend on. keep_alive: seconds after which a waiting stream gets a comment line.
-    max_body: bytes. max_file: bytes of a file sent in one request; max_upload: of one sent in
-    parts. body_timeout: seconds that a request's body may stand still. model_roots: the folders
-    whose directories keys of the role `train` may name. api_keys: see Access in http/auth.py.
-    delta_checkpoints: the `changes_only` of jobs that leave it out.
-    shares: of this gateway and further ones in the engines' capacity. several_gateways: whether
-    further ones record to the same store.
-    token: the key of the platform's own processes; "" for none. reward_limit: the largest reward.
-    run_headers: headers that name a request's run, beside X-Run-Id.
-    traces: sends spans of calls, runs and jobs; None: none.
-    lease: of the controller, which decides; None in tests of the gateway alone.
-    work: what may take long for a client (http/client_work.py). exports: the processes under way.
-    sign_ins: of browsers to the dashboard. prices: by which costs are counted.
-    tasks: those of the platform itself.
+    keep_alive: seconds after which a waiting stream gets a comment line. max_body: bytes.
+    body_timeout: seconds that a request's body may stand still. reward_limit: the largest reward.
+    run_headers: headers that name a request's run, beside X-Run-Id. traces: sends spans of calls,
+    runs and jobs; None: none. work: what may take long for a client (http/client_work.py).
+    several_gateways: whether others record to the same store. tasks: those of the platform itself.
     """
 
     home: Home
     store: Store
     registry: Registry
-    trainer: Trainer
-    pool: Pool
-    platform: dict[str, Any] = field(default_factory=dict)
-    code: str = ""
+    _: KW_ONLY
+    admission: Admission = field(default_factory=Admission)
     keep_alive: float = 2.0
     max_body: int = MAX_BODY
+    body_timeout: float = 60.0
+    reward_limit: float = REWARD_LIMIT
+    run_headers: tuple[str, ...] = ()
+    traces: "LiveTraces | None" = None
+    work: ClientWork = field(default_factory=ClientWork)
+    metrics: Metrics = field(default_factory=Metrics)
+
+    def __post_init__(self) -> None:
+        """Make the parts that consist of other parts."""
+        self.several_gateways = False
+        self.tasks = BackgroundTasks()
+        self.run_owners = RunOwners(self.store)
+        self.idempotency_keys = IdempotencyKeys(self.store)
+        self.control_tokens = ControlTokens(self.registry)
+
+    async def close(self) -> None:
+        """Close the parts made here; the other parts stay their maker's to close."""
+        await self.tasks.close()
+        await self.work.close()
+        if self.traces is not None:
+            await asyncio.to_thread(self.traces.close)
+
+
+@dataclass
+class Services(CallServices):
+    """The parts behind all routes, and the settings of the gateway.
+
+    platform: the facts that /v1/platform returns. code: the version of the trainer's code, which
+    job ids depend on. max_file: bytes of a file sent in one request; max_upload: of one sent in
+    parts. model_roots: the folders whose directories keys of the role `train` may name. api_keys:
+    see Access in http/auth.py. delta_checkpoints: the `changes_only` of jobs that leave it out.
+    token: the key of the platform's own processes; "" for none. lease: of the controller, which
+    decides; None in tests of the gateway alone. shares: of this gateway and further ones in the
+    engines' capacity. exports: the processes under way. sign_ins: of browsers to the dashboard.
+    prices: by which costs are counted.
+    """
+
+    trainer: Trainer
+    pool: Pool
+    _: KW_ONLY
+    platform: dict[str, Any] = field(default_factory=dict)
+    code: str = ""
     max_file: int = MAX_FILE
     max_upload: int = MAX_UPLOAD
-    body_timeout: float = 60.0
     model_roots: tuple[Path, ...] = ()
     delta_checkpoints: bool = False
     api_keys: Mode = "auto"
     token: str = ""
-    reward_limit: float = REWARD_LIMIT
-    run_headers: tuple[str, ...] = ()
-    traces: "LiveTraces | None" = None
     lease: ControllerLease | None = None
-    admission: Admission = field(default_factory=Admission)
-    metrics: Metrics = field(default_factory=Metrics)
     shares: GatewayShares = field(default_factory=GatewayShares)
-    work: ClientWork = field(default_factory=ClientWork)
     exports: set[Process] = field(default_factory=set)
     sign_ins: SignIns = field(default_factory=SignIns)
     prices: PriceSettings = field(default_factory=PriceSettings)
-    several_gateways: bool = field(default=False, init=False)
-    run_owners: RunOwners = field(init=False)
-    idempotency_keys: IdempotencyKeys = field(init=False)
-    audit: AuditLog = field(init=False)
-    files: Files = field(init=False)
-    uploads: Uploads = field(init=False)
-    sweeper: Sweeper = field(init=False)
-    batches: BatchQueue = field(init=False)
-    rollouts: RolloutQueue = field(init=False)
-    fine_tuning: FineTuning = field(init=False)
-    datasets: BuildProcess = field(init=False)
-    run_pages: RunPages = field(init=False)
-    changes: ChangeFeed = field(init=False)
-    vocabularies: Vocabularies = field(default_factory=Vocabularies, init=False)
-    control_tokens: ControlTokens = field(init=False)
-    versions: VersionSwitcher = field(init=False)
-    tinker: TinkerFiles = field(init=False)
-    tinker_samples: TinkerSamples = field(default_factory=TinkerSamples, init=False)
-    tasks: BackgroundTasks = field(default_factory=BackgroundTasks, init=False)
 
     @property
     def max_settings(self) -> int:
@@ -122,8 +125,9 @@ class Services:
 
     def __post_init__(self) -> None:
         """Make the parts that consist of other parts."""
-        self.run_owners = RunOwners(self.store)
-        self.idempotency_keys = IdempotencyKeys(self.store)
+        super().__post_init__()
+        self.vocabularies = Vocabularies()
+        self.tinker_samples = TinkerSamples()
         self.audit = AuditLog(self.home.audit)
         self.files = Files(self.home)
         self.uploads = Uploads(self.files)
@@ -139,7 +143,6 @@ class Services:
         self.fine_tuning = FineTuning(
             self.home, self.registry, self.trainer, self.files, code=self.code
         )
-        self.control_tokens = ControlTokens(self.registry)
         self.versions = VersionSwitcher(
             self.home, self.store, self.registry, self.pool, self.admission, self.metrics
         )
@@ -151,9 +154,7 @@ class Services:
         """Let further gateways find the replicas, and reckon with what they record and send."""
         if not self.several_gateways:
             self.several_gateways = self.idempotency_keys.shared = True
-            self.pool.note_other_gateways()
-            work = partial(publish, self.pool, self.home.serving)
-            self.tasks.keep("publishing of replicas", work)
+            self.tasks.keep("publishing of replicas", partial(self.pool.publish, self.home.serving))
 
     def _replica_states(self) -> list[Any]:
         """Return what of the replicas is worth a look at the pool when it changes."""
@@ -161,12 +162,9 @@ class Services:
         return [[one["version"], one["versions"], one["state"], one["error"]] for one in replicas]
 
     async def close(self) -> None:
-        """Close the parts made here; the other parts stay their maker's to close."""
-        await self.tasks.close()
+        """Close the parts made here: see `CallServices`."""
+        await super().close()
         await self.changes.close()
-        await self.work.close()
-        if self.traces is not None:
-            await asyncio.to_thread(self.traces.close)
         self.audit.close()
         await self.rollouts.close()
         await self.tinker_samples.close()

@@ -9,10 +9,12 @@ runtime/pool/pool.py, runtime/registry/registry.py, runtime/registry/canary.py.
 
 import asyncio
 import logging
+import threading
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from cray_agents.errors import (
@@ -24,18 +26,18 @@ from cray_agents.errors import (
     Overtaken,
     SwapError,
 )
-from cray_agents.paths import Home
+from cray_agents.paths import Home, host_cache
 from cray_agents.platform.client import LEASE
-from cray_agents.records import ModelVersion, ProbeReport
+from cray_agents.records import ModelVersion, ProbePrompt, ProbeReport
 from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.model_calls.canary_traffic import CanaryTraffic
 from cray_agents.runtime.gateway.replica_lease import Lease, ReplicaLeases
-from cray_agents.runtime.gateway.version_weights import VersionWeights
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.canary import Canary, CanaryTest, Verdict
+from cray_agents.runtime.registry.deltas import Shadows, materialize
 from cray_agents.runtime.registry.registry import ModelEvent, Registry
 from cray_agents.runtime.store import Store
 
@@ -61,7 +63,8 @@ class VersionSwitcher:
         self.live = CanaryTraffic(home, store, registry, self._on_unstaged, self._on_verdict)
         self.leases = ReplicaLeases(self._give_back)
         self._home = home
-        self._weights = VersionWeights(home, pool.checkpoints)
+        self._shadow_lock = threading.Lock()  # of the threads that make shadows
+        self._shadows: Shadows | None = None  # made for the first delta checkpoint
         self._registry = registry
         self._pool = pool
         self._admission = admission
@@ -111,7 +114,7 @@ class VersionSwitcher:
                     try:
                         report = await self._stage(version, displace=force)
                     except Displaces:
-                        directory, probe = await self._weights.directory_and_probe(version)
+                        directory, probe = await self._directory_and_probe(version)
                         with suppress(NotLoaded):
                             return await self._pool.load_beside(
                                 directory, version.id, probe, sorted(before)
@@ -179,7 +182,7 @@ class VersionSwitcher:
             if self._pool.serves(version.id):
                 return
             protected = [other.id for other in self._promoted_versions()]
-            directory, probe = await self._weights.directory_and_probe(version)
+            directory, probe = await self._directory_and_probe(version)
             try:
                 await self._pool.load_beside(directory, version.id, probe, protected)
             except NotLoaded as error:
@@ -238,7 +241,7 @@ class VersionSwitcher:
         async with self._rollback_turn():
             try:
                 version = self._rollback_target(name, to, force, being_promoted)
-                await self._weights.make_whole(version)
+                await self._make_whole(version)
                 await self._prove(version, force=True)
                 await self._end_canary(name, who, f"rolled back to {version.id}")
                 event = await asyncio.to_thread(
@@ -299,7 +302,8 @@ class VersionSwitcher:
         await self._tasks.close()
         await self.leases.close()
         await self.live.close()
-        await self._weights.close()
+        if self._shadows is not None:
+            await asyncio.to_thread(self._shadows.remove)
 
     @asynccontextmanager
     async def _rollback_turn(self) -> AsyncIterator[None]:
@@ -325,7 +329,7 @@ class VersionSwitcher:
     ) -> ModelEvent:
         self._being_promoted = version
         try:
-            await self._weights.make_whole(version)
+            await self._make_whole(version)
             await self._prove(version, force=force)
         finally:
             self._being_promoted = None
@@ -423,8 +427,10 @@ class VersionSwitcher:
         event = await self._end_canary(name, who, reason)
         if event is not None:
             self._wake_requests()
-            with suppress(Overtaken):
-                await self._restage_promoted(name)
+            incumbent = self._registry.promoted(name)
+            with suppress(Overtaken):  # on the replica that held the canary
+                if incumbent is not None:
+                    await self._stage(incumbent)
         return event
 
     async def _end_canary(self, name: str, who: str, reason: str) -> ModelEvent | None:
@@ -435,12 +441,6 @@ class VersionSwitcher:
         )
         self.live.canary(name)  # drops the ended canary
         return event
-
-    async def _restage_promoted(self, name: str) -> None:
-        """Load the promoted version on the replica that held a canary."""
-        incumbent = self._registry.promoted(name)
-        if incumbent is not None:
-            await self._stage(incumbent)
 
     async def _stage(self, version: ModelVersion, *, displace: bool = False) -> ProbeReport:
         canary = self._registry.canary(version.name)
@@ -453,11 +453,8 @@ class VersionSwitcher:
         protected += self._promoted_of_other_names(version)
         if canary is not None:
             protected.append(f"{canary.name}@{canary.version}")
-        directory, probe = await self._weights.directory_and_probe(version)
-        return await self._time(
-            version,
-            self._pool.stage(directory, version.id, probe, protected=protected, displace=displace),
-        )
+        stage = partial(self._pool.stage, protected=protected, displace=displace)
+        return await self._load(version, stage)
 
     async def _prove(self, version: ModelVersion, *, force: bool) -> None:
         """Load and prove a version on one replica. Raises SwapError.
@@ -465,7 +462,7 @@ class VersionSwitcher:
         Raises Displaces if another name's promoted version would lose its last replica, unless
         `force`. A canary may have to make room: its sessions get the promoted version meanwhile.
         """
-        serving = [r["version"] for r in self._pool.status() if r["state"] == "serving"]
+        serving = self._serving()
         if version.id in serving:
             return
         if len(serving) < 2:
@@ -476,47 +473,68 @@ class VersionSwitcher:
             canary.staged = False
             self._wake_requests()
         try:
-            directory, probe = await self._weights.directory_and_probe(version)
             protected = [] if force else self._promoted_of_other_names(version)
-            await self._time(
-                version, self._pool.stage(directory, version.id, probe, protected=protected)
-            )
+            await self._load(version, partial(self._pool.stage, protected=protected))
         finally:
             if canary is not None:
-                serving = [r["version"] for r in self._pool.status() if r["state"] == "serving"]
-                canary.staged = canary.version in serving
+                canary.staged = canary.version in self._serving()
+
+    def _serving(self) -> list[str]:
+        return [one["version"] for one in self._pool.status() if one["state"] == "serving"]
 
     async def _swap(self, version: ModelVersion, *, force: bool) -> None:
         replicas = self._pool.status()
         # without a replica nothing is proven: the pool refuses that
         if not replicas or any(replica["version"] != version.id for replica in replicas):
-            directory, probe = await self._weights.directory_and_probe(version)
             protected = [] if force else self._promoted_of_other_names(version)
-            await self._time(
-                version, self._pool.swap(directory, version.id, probe, protected=protected)
-            )
+            await self._load(version, partial(self._pool.swap, protected=protected))
 
-    async def _time(
-        self, version: ModelVersion, change: Coroutine[Any, Any, ProbeReport]
+    async def _load(
+        self, version: ModelVersion, change: Callable[..., Coroutine[Any, Any, ProbeReport]]
     ) -> ProbeReport:
-        """Await a change of weights and measure it. Raises SwapError if the probe fails."""
+        """Change the pool's weights to a version's, and measure it. Raises SwapError."""
+        directory, probe = await self._directory_and_probe(version)
         start, passed = time.perf_counter(), False
         try:
-            report = await change
-            passed = report.passed
+            report = await change(directory, version.id, probe)
+            passed = True
+            return report
         finally:
             self._metrics.swapped(time.perf_counter() - start, passed)
-        if not report.passed:
-            raise SwapError(
-                f"{version.id} is not what was trained: logprobs on its probe differ by "
-                f"{report.max_logprob_diff:g}, tolerance {report.tolerance:g}"
-            )
-        return report
 
     def _wake_requests(self) -> None:
         """Let waiting requests resolve their names again, after a name's meaning has changed."""
         self._pool.wake()
         self._admission.recheck()
+
+    # ---- weights: a delta checkpoint is rebuilt, on the shared root before its promotion, else in
+    # this host's cache
+    async def _make_whole(self, version: ModelVersion) -> None:
+        """Rebuild a delta checkpoint's weights on the shared root. Raises NotFound, Corrupt."""
+        directory = self._home.checkpoint(version.checkpoint)
+        await asyncio.to_thread(materialize, self._home, directory)
+
+    async def _directory_and_probe(self, version: ModelVersion) -> tuple[Path, list[ProbePrompt]]:
+        """Return a whole directory of a version's weights, and their golden probe.
+
+        Raises SwapError where a delta checkpoint cannot be made whole.
+        """
+        directory = self._home.checkpoint(version.checkpoint)
+        manifest = await asyncio.to_thread(checkpoints.read_manifest, directory)
+        if manifest.delta is not None:
+            directory = await asyncio.to_thread(self._shadow, version, directory)
+        return directory, manifest.probe
+
+    def _shadow(self, version: ModelVersion, directory: Path) -> Path:
+        with self._shadow_lock:
+            try:
+                if self._shadows is None:
+                    self._shadows = Shadows(self._home, host_cache() / "shadows")
+                shadow = self._shadows.directory(directory)
+            except (CrayError, OSError) as error:
+                raise SwapError(f"{version.id} was not loaded: {error}") from error
+            self._shadows.sweep({shadow, *self._pool.checkpoints()})
+            return shadow
 
     # ---- callbacks of CanaryTraffic
 

@@ -112,11 +112,6 @@ def _describe(distance: LogprobDistance, limits: LogprobLimits) -> str:
     )
 
 
-def was_trained(checkpoint: Path) -> bool:
-    """Tell whether the manifest names a training job, which must bring a probe."""
-    return bool(_read_object(checkpoint / "manifest.json").get("job"))
-
-
 def weights_of(checkpoint: Path) -> str:
     """Return the hash of the weights, or the path where no manifest records one."""
     return str(_read_object(checkpoint / "manifest.json").get("weights_sha256") or checkpoint)
@@ -221,12 +216,13 @@ class LoadedVersion:
 
         `name_of`: returns the version of a base, by its checkpoint.
         """
-        if not probe and was_trained(checkpoint):
+        manifest = _read_object(checkpoint / MANIFEST)
+        if not probe and manifest.get("job"):
             raise SwapError(
                 f"{version} was made by a training job and has no probe for the logprob check: "
                 f"it cannot serve. Train it again, or look at {checkpoint / 'manifest.json'}"
             )
-        dtype = _read_object(checkpoint / "manifest.json").get("dtype")
+        dtype = manifest.get("dtype")
         over = None
         try:
             if (base := base_of(checkpoint)) is not None:

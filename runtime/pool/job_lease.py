@@ -238,15 +238,13 @@ class SupervisorClient:
         term: Callable[[], int],
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`patience`: seconds that an answer about its state may take, beside its own wait."""
+        """`patience`: seconds that an answer about its state may take, beside its own wait.
+
+        `term`: returns the controller's term.
+        """
         self._http = Http(url, secret, patience, tls)
         self._patience = patience
-        self._term = term
-
-    @property
-    def term(self) -> int:
-        """The controller's term."""
-        return self._term()
+        self.term = term
 
     async def state(self, seen: int = -1, wait: float = STATE_SECONDS) -> SupervisorState:
         """Return the supervisor's state; `wait` so many seconds for news of the one `seen`."""
@@ -272,7 +270,7 @@ class SupervisorClient:
 
     @property
     def _headers(self) -> dict[str, str]:
-        return {TERM_HEADER: str(self.term)}
+        return {TERM_HEADER: str(self.term())}
 
     async def close(self) -> None:
         """Drop the connections."""
@@ -327,7 +325,7 @@ class PlacedEngine(VllmEngine):
         await super().receive(job, like)
 
     async def _order(self, order: dict[str, Any]) -> dict[str, Any]:
-        return await super()._order(order | {"term": self._supervisor.term})
+        return await super()._order(order | {"term": self._supervisor.term()})
 
 
 class LapseClock:

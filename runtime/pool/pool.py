@@ -8,7 +8,6 @@ changes when. Read next: rolling_swap.py; replica.py, the change of one replica.
 import asyncio
 from collections import Counter
 from collections.abc import (
-    AsyncGenerator,
     AsyncIterator,
     Callable,
     Collection,
@@ -17,40 +16,41 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import asynccontextmanager, contextmanager, suppress
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from cray_agents.errors import CrayError, Displaces, NotLoaded, PoolBusy
-from cray_agents.ports import EngineCall
 from cray_agents.records import ProbePrompt, ProbeReport
 from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits
 from cray_agents.runtime.pool.golden_probe import LoadedVersion
 from cray_agents.runtime.pool.place import EngineHost
-from cray_agents.runtime.pool.published_replicas import PublishedReplica, ServingLimits
-from cray_agents.runtime.pool.received_weights import ReceivedWeights
+from cray_agents.runtime.pool.published_replicas import PublishedPool, ServingLimits, publish
 from cray_agents.runtime.pool.replica import Replica
-from cray_agents.runtime.pool.request_router import PoolNotifier, RequestRouter, Wanted
+from cray_agents.runtime.pool.request_router import PoolNotifier, RequestRouter
 from cray_agents.runtime.pool.rolling_swap import find_free_slots, rolling_swap, stage_on_one_slot
-from cray_agents.runtime.pool.upkeep import GpuSleep, Upkeep
+from cray_agents.runtime.pool.upkeep import PoolReplica
 from cray_agents.runtime.pool.vllm_engine import ReplicaServer
 
 T = TypeVar("T")
-
-
-class PoolReplica(Replica):
-    """A replica with those that change it beside the pool."""
-
-    def __init__(self, *arguments: Any) -> None:
-        """See `Replica`."""
-        super().__init__(*arguments)
-        self.sleep = GpuSleep(self)
-        self.upkeep = Upkeep(self, self.sleep)
-        self.received = ReceivedWeights(self)
+Given = ParamSpec("Given")
 
 
 SwapMode = Literal["drain", "keep"]  # drain: requests in flight end before weights change
+
+
+def _to_the_end(
+    change: Callable[Concatenate["Pool", Given], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate["Pool", Given], Coroutine[Any, Any, T]]:
+    """Return a change of weights that goes on to its end, though its caller be cancelled."""
+
+    @wraps(change)
+    async def shielded(pool: "Pool", /, *args: Given.args, **options: Given.kwargs) -> T:
+        work = change(pool, *args, **options)
+        return await asyncio.shield(pool._tasks.run("weight change", work))
+
+    return shielded
 
 
 def _note_slowest(seconds: dict[str, float], replica: dict[str, float]) -> None:
@@ -58,13 +58,13 @@ def _note_slowest(seconds: dict[str, float], replica: dict[str, float]) -> None:
         seconds[phase] = max(seconds.get(phase, 0.0), value)
 
 
-class Pool:
+class Pool(RequestRouter):
     """The replicas of a platform, and the routing of requests to them.
 
     Args:
         engines: a `VllmProcess` or `SlurmReplica` each; in tests an `InProcessEngine`.
         probe_limits: largest allowed logprob differences on a probe, by the engines' dtype.
-        wait_timeout: seconds that a request waits for its version.
+        wait_timeout: see `RequestRouter`.
         slots, start_timeout: of each replica: what further gateways go by.
         drain_timeout: seconds that a swap waits for the requests in flight. After that it changes
             nothing.
@@ -97,19 +97,18 @@ class Pool:
         affinity: float = 1.5,
     ) -> None:
         self._name_of = name_of
-        self._notifier = PoolNotifier()
-        limits = (probe_limits, drain_timeout, self._notifier)
+        self._changes = PoolNotifier()
+        limits = (probe_limits, drain_timeout, self._changes)
         self._slots = [PoolReplica(engine, *limits) for engine in engines]
         self._spares = [PoolReplica(engine, *limits) for engine in spares]
         self._all = [*self._slots, *self._spares]
+        super().__init__(self._all, self._changes, wait_timeout, affinity)
         self._spare_seconds = spare_seconds
         self.swap_mode: SwapMode = swap_mode
         self._swap_share = swap_share
         self._incumbent = ""  # the version most recently loaded on all replicas
         self._former = ""  # the incumbent before, for a rollback
         self._candidate = ""  # the version most recently staged
-        self._router = RequestRouter(self._all, self._notifier, wait_timeout, self.recall, affinity)
-        self._wait_timeout = wait_timeout
         self.limits = ServingLimits(
             max_num_seqs=slots, start_timeout=start_timeout, swap_timeout=wait_timeout
         )
@@ -141,7 +140,7 @@ class Pool:
                 for slot in self._slots[:replicas]:
                     group.create_task(self._open(slot, loaded, failed))
                 for slot in self._slots[len(self._slots[:replicas]) :]:
-                    slot.upkeep.stay_away(await slot.adapters.whole(loaded, None))
+                    slot.stay_away(await slot.adapters.whole(loaded, None))
                     self._keep(slot)
         except ExceptionGroup as errors:
             await self.stop()
@@ -163,19 +162,19 @@ class Pool:
         self._keep(slot)
 
     def _keep(self, slot: PoolReplica) -> None:
-        silence = partial(slot.upkeep.keep_listening, self._silence_timeout)
-        self._tasks.keep("replica watch", slot.upkeep.keep_alive)
+        silence = partial(slot.keep_listening, self._silence_timeout)
+        self._tasks.keep("replica watch", slot.keep_alive)
         self._tasks.keep("silence watch", silence)
-        self._tasks.keep("place watch", slot.upkeep.keep_place)
+        self._tasks.keep("place watch", slot.keep_place)
 
     async def stop(self) -> None:
         """End all replicas; requests in flight fail."""
         await self._tasks.close()
-        await asyncio.gather(*(slot.upkeep.close() for slot in self._all))
+        await asyncio.gather(*(slot.close() for slot in self._all))
 
     def wake(self) -> None:
         """Let waiting requests look up their version again: a name's meaning has changed."""
-        self._notifier.notify()
+        self._changes.notify()
 
     @contextmanager
     def rollback_waiting(self) -> Iterator[None]:
@@ -184,7 +183,7 @@ class Pool:
         The change stops waiting for requests and starts on no further replica. A replica whose
         weights are being loaded proves them first.
         """
-        with self._notifier.rollback_waiting():
+        with self._changes.rollback_waiting():
             yield
 
     @property
@@ -192,22 +191,19 @@ class Pool:
         """True if a replica can answer now, or will for the first request that comes."""
         return self.serving > 0 or 0 < len(self._slots) == self.away
 
-    @property
-    def serving(self) -> int:
-        """The number of replicas that can answer now."""
-        return self._router.serving
+    def published(self) -> PublishedPool:
+        """Return the record of the pool for other gateways."""
+        return PublishedPool(
+            limits=self.limits,
+            replicas=[slot.published() for slot in self._all],
+            incumbent=self.incumbent,
+            swapping=self.swapping,
+        )
 
-    def note_other_gateways(self) -> None:
-        """Note that other gateways send requests to the same replicas."""
-        self._router.shared = True
-
-    async def wait_for_change(self) -> None:
-        """Return when a replica has changed, or a request may have ended."""
-        await self._notifier.wait()
-
-    def published(self) -> list[PublishedReplica]:
-        """Return a record of each replica for other gateways."""
-        return [slot.published() for slot in self._all]
+    async def publish(self, path: Path) -> None:
+        """Let other gateways send requests to the same replicas, until cancelled."""
+        self.shared = True
+        await publish(self.published, self._changes, path)
 
     def fail(self, number: int, losses: int, why: str) -> None:
         """Note that another gateway found the engine of a replica, by its place, dead."""
@@ -222,7 +218,7 @@ class Pool:
     def call_back(self) -> bool:
         """Start a replica that is away, first one that sleeps. Return False if none is."""
         slots = sorted(self._slots, key=lambda slot: slot.asleep or 3)
-        return any(slot.upkeep.come_back() for slot in slots)
+        return any(slot.come_back() for slot in slots)
 
     def give_back(self, *, sleep: bool = False) -> bool:
         """Let the least busy replica end its requests and leave its place; see `call_back`.
@@ -235,11 +231,11 @@ class Pool:
         count = Counter(version for slot in serving for version in slot.versions)
         last = len(serving) == 1 and serving[0].versions == [self._incumbent]
         spared = (slot for slot in serving if last or all(count[v] > 1 for v in slot.versions))
-        free = [slot for slot in spared if slot.upkeep.can_leave]
+        free = [slot for slot in spared if slot.can_leave]
         if self.swapping or not free:
             return False
         slot = min(free, key=lambda slot: slot.in_flight)
-        self._tasks.run("replica leave", slot.upkeep.leave(sleep=sleep))
+        self._tasks.run("replica leave", slot.leave(sleep=sleep))
         return True
 
     async def _call_back_for_change(self, count: int) -> None:
@@ -249,19 +245,15 @@ class Pool:
             called = True
         if called:
             with suppress(TimeoutError):  # the change then says that none can be spared
-                await self._notifier.wait_until(
+                await self._changes.wait_until(
                     lambda: sum(slot.state == "serving" for slot in self._slots) >= count,
-                    self._wait_timeout,
+                    self.wait_timeout,
                 )
 
     @property
     def incumbent(self) -> str:
         """The version most recently loaded on all replicas."""
         return self._incumbent
-
-    def serves(self, version: str) -> bool:
-        """Tell whether a replica can answer with a version now."""
-        return self._router.serves(version)
 
     def expects(self, version: str) -> bool:
         """Tell whether a replica answers with a version now or after a change or a restart."""
@@ -311,6 +303,7 @@ class Pool:
         added = {"turns": 1.0} | seconds
         self._turns = before | {name: before.get(name, 0.0) + added[name] for name in added}
 
+    @_to_the_end
     async def load_beside(
         self, checkpoint: Path, version: str, probe: list[ProbePrompt], protected: Collection[str]
     ) -> ProbeReport:
@@ -320,10 +313,7 @@ class Pool:
         the caller is cancelled. Raises NotLoaded at once where neither way is possible; SwapError,
         EngineError.
         """
-        loaded = LoadedVersion.create(checkpoint, version, probe, self._name_of)
-        return await self._change(self._load_beside(loaded, protected))
-
-    async def _load_beside(self, new: LoadedVersion, protected: Collection[str]) -> ProbeReport:
+        new = LoadedVersion.create(checkpoint, version, probe, self._name_of)
         protected = {self._incumbent, self._former, self._candidate, *protected}
         adaptable = [slot for slot in self._slots if slot.can_load_as_adapter(new)]
         if adaptable:
@@ -366,7 +356,7 @@ class Pool:
             seconds: dict[str, float] = {}
             sleeping, failed = [], []
             results = await asyncio.gather(
-                *(slot.sleep.fall_asleep() for slot in self._all), return_exceptions=True
+                *(slot.fall_asleep() for slot in self._all), return_exceptions=True
             )
             for slot, result in zip(self._all, results, strict=True):
                 if isinstance(result, BaseException):
@@ -381,15 +371,12 @@ class Pool:
             except asyncio.CancelledError:  # the platform ends: the GPUs are still the others'
                 raise
             except BaseException:
-                await asyncio.gather(*(slot.sleep.wake_up() for slot in sleeping))
+                await asyncio.gather(*(slot.wake_up() for slot in sleeping))
                 raise
-            for woken in await asyncio.gather(*(slot.sleep.wake_up() for slot in sleeping)):
+            for woken in await asyncio.gather(*(slot.wake_up() for slot in sleeping)):
                 _note_slowest(seconds, woken)
 
-    def answer(self, version: Wanted, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
-        """Answer a request: see `RequestRouter.answer`."""
-        return self._router.answer(version, exchange)
-
+    @_to_the_end
     async def stage(
         self,
         checkpoint: Path,
@@ -409,68 +396,7 @@ class Pool:
         Raises SwapError, with everything as before. Raises Displaces where a single replica serves
         a `protected` version and `displace` is False.
         """
-        loaded = await LoadedVersion.verify_and_create(checkpoint, version, probe, self._name_of)
-        return await self._change(self._stage(loaded, protected, displace))
-
-    async def receive(
-        self, job: str, *, protected: Collection[str] = (), displace: bool = False
-    ) -> bool:
-        """Let a replica take the weights of a job that still writes its files.
-
-        It answers nobody until `stage` or `swap` changes it. It goes back to the version that it
-        served when the job offers its weights no more, and when a request needs that version.
-        Without `displace` every version that is served stays served. With it, those of `stage` do:
-        a single replica is changed. Returns False, with nothing changed, if the job offers no
-        weights. Raises PoolBusy, or as `ReceivedWeights.receive`.
-        """
-        return await self._change(self._receive(job, protected, displace))
-
-    async def _receive(self, job: str, protected: Collection[str], displace: bool) -> bool:
-        async with self._swapping:
-            await self._call_back_for_change(2)
-            served = {version for slot in self._slots for version in slot.versions}
-            keep = {self._incumbent, *protected} if displace else served
-            single = displace and len(self._slots) == 1
-            free = self._slots if single else find_free_slots(self._slots, keep)
-            slot = next((slot for slot in free if slot.state == "serving"), None)
-            if slot is None:
-                raise PoolBusy(f"the weights of {job} were not received: no replica can be spared")
-            if not await slot.received.receive(job):
-                return False
-        self._tasks.keep("received weights", partial(slot.received.go_back_in_time, job), job)
-        return True
-
-    def recall(self, version: str) -> None:
-        """Note that a request needs a version: replicas with received weights may have to go back.
-
-        See `receive`.
-        """
-        if not self.serves(version):
-            for slot in self._slots:
-                slot.received.recall(version)
-
-    async def swap(
-        self,
-        checkpoint: Path,
-        version: str,
-        probe: list[ProbePrompt],
-        *,
-        replicas: Sequence[int] | None = None,
-        protected: Collection[str] = (),
-    ) -> ProbeReport:
-        """Load a version on all replicas (or on those of the given indexes), a share at a time.
-
-        See `rolling_swap`. A version on all replicas becomes the incumbent. An empty probe is
-        accepted only for a checkpoint that no job trained. A swap that has begun goes on if the
-        caller is cancelled. Raises Displaces where a `protected` version would lose its last
-        replica.
-        """
-        loaded = await LoadedVersion.verify_and_create(checkpoint, version, probe, self._name_of)
-        return await self._change(self._swap(loaded, replicas, protected))
-
-    async def _stage(
-        self, new: LoadedVersion, protected: Collection[str], displace: bool
-    ) -> ProbeReport:
+        new = await LoadedVersion.verify_and_create(checkpoint, version, probe, self._name_of)
         async with self._swapping:
             await self._call_back_for_change(2)
             if len(self._slots) == 1 and not displace:
@@ -487,6 +413,73 @@ class Pool:
                     self._slots, new, protected, former=self._former, keep=keep
                 )
             self._candidate = new.version
+            await self._unload_idle_adapters(protected)
+            return report
+
+    @_to_the_end
+    async def receive(
+        self, job: str, *, protected: Collection[str] = (), displace: bool = False
+    ) -> bool:
+        """Let a replica take the weights of a job that still writes its files.
+
+        It answers nobody until `stage` or `swap` changes it. It goes back to the version that it
+        served when the job offers its weights no more, and when a request needs that version.
+        Without `displace` every version that is served stays served. With it, those of `stage` do:
+        a single replica is changed. Returns False, with nothing changed, if the job offers no
+        weights. Raises PoolBusy, or as `PoolReplica.receive`.
+        """
+        async with self._swapping:
+            await self._call_back_for_change(2)
+            served = {version for slot in self._slots for version in slot.versions}
+            keep = {self._incumbent, *protected} if displace else served
+            single = displace and len(self._slots) == 1
+            free = self._slots if single else find_free_slots(self._slots, keep)
+            slot = next((slot for slot in free if slot.state == "serving"), None)
+            if slot is None:
+                raise PoolBusy(f"the weights of {job} were not received: no replica can be spared")
+            if not await slot.receive(job):
+                return False
+        self._tasks.keep("received weights", partial(slot.go_back_in_time, job), job)
+        return True
+
+    def recall(self, version: str) -> None:
+        """Note that a request needs a version: replicas with received weights may have to go back.
+
+        See `receive`.
+        """
+        if not self.serves(version):
+            for slot in self._slots:
+                slot.recall(version)
+
+    @_to_the_end
+    async def swap(
+        self,
+        checkpoint: Path,
+        version: str,
+        probe: list[ProbePrompt],
+        *,
+        replicas: Sequence[int] | None = None,
+        protected: Collection[str] = (),
+    ) -> ProbeReport:
+        """Load a version on all replicas (or on those of the given indexes), a share at a time.
+
+        See `rolling_swap`. A version on all replicas becomes the incumbent. An empty probe is
+        accepted only for a checkpoint that no job trained. A swap that has begun goes on if the
+        caller is cancelled. Raises Displaces where a `protected` version would lose its last
+        replica.
+        """
+        new = await LoadedVersion.verify_and_create(checkpoint, version, probe, self._name_of)
+        async with self._swapping:
+            await self._call_back_for_change(1)
+            chosen = self._slots if replicas is None else [self._slots[i] for i in replicas]
+            self._check_room(chosen, new, protected)
+            protected = {self._incumbent, self._former, self._candidate, *protected}
+            keep = self.swap_mode == "keep"
+            report = await rolling_swap(
+                chosen, new, keep=keep, share=self._swap_share, protected=protected
+            )
+            if replicas is None and new.version != self._incumbent:
+                self._former, self._incumbent = self._incumbent, new.version
             await self._unload_idle_adapters(protected)
             return report
 
@@ -510,31 +503,10 @@ class Pool:
                 "`force`: what was staged so gives way again, what was promoted so stays"
             )
 
-    async def _swap(
-        self, new: LoadedVersion, replicas: Sequence[int] | None, protected: Collection[str]
-    ) -> ProbeReport:
-        async with self._swapping:
-            await self._call_back_for_change(1)
-            chosen = self._slots if replicas is None else [self._slots[i] for i in replicas]
-            self._check_room(chosen, new, protected)
-            protected = {self._incumbent, self._former, self._candidate, *protected}
-            keep = self.swap_mode == "keep"
-            report = await rolling_swap(
-                chosen, new, keep=keep, share=self._swap_share, protected=protected
-            )
-            if replicas is None and new.version != self._incumbent:
-                self._former, self._incumbent = self._incumbent, new.version
-            await self._unload_idle_adapters(protected)
-            return report
-
     async def _unload_idle_adapters(self, protected: Collection[str] = ()) -> None:
         """Unload the adapters of versions that are neither protected nor in recent use."""
         protected = {self._incumbent, self._former, self._candidate, *protected}
         await asyncio.gather(*(slot.unload_idle_adapters(protected) for slot in self._slots))
-
-    async def _change(self, work: Coroutine[Any, Any, T]) -> T:
-        """Change weights to the end, though the caller be cancelled."""
-        return await asyncio.shield(self._tasks.run("weight change", work))
 
     @staticmethod
     def _now() -> float:

@@ -11,19 +11,19 @@ Read next: request_router.py.
 import asyncio
 import logging
 import ssl
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from pydantic import Field
 
 from cray_agents.errors import Corrupt, EngineUnavailable
-from cray_agents.ports import EngineCall
 from cray_agents.records import Record
 from cray_agents.runtime.background import ChangeNotifier
 from cray_agents.runtime.disk import checksums, durable
-from cray_agents.runtime.pool.request_router import InFlightRequests, RequestRouter, Wanted
+from cray_agents.runtime.pool.request_router import RequestRouter, RoutedReplica
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 
 # down: being brought back; out: failed to prove a version that other replicas proved; sleeping: a
@@ -81,33 +81,13 @@ class PublishedPool(Record):
     swapping: bool = False
 
 
-class Published(Protocol):
-    """The controller's pool, as `publish` uses it."""
-
-    limits: ServingLimits
-
-    @property
-    def incumbent(self) -> str: ...
-
-    @property
-    def swapping(self) -> bool: ...
-
-    def published(self) -> list[PublishedReplica]: ...
-
-    async def wait_for_change(self) -> None: ...
-
-
-async def publish(pool: Published, path: Path) -> None:
-    """Write the file at each change of the pool, until cancelled."""
+async def publish(
+    published: Callable[[], PublishedPool], changes: ChangeNotifier, path: Path
+) -> None:
+    """Write the file at each change of the pool that `published` returns, until cancelled."""
     last = b""
     while True:
-        now = PublishedPool(
-            limits=pool.limits,
-            replicas=pool.published(),
-            incumbent=pool.incumbent,
-            swapping=pool.swapping,
-        )
-        content = checksums.record_text(now)
+        content = checksums.record_text(published())
         if content != last:
             try:
                 await asyncio.to_thread(_write, path, content)
@@ -116,7 +96,7 @@ async def publish(pool: Published, path: Path) -> None:
                 log.warning("other gateways do not hear of the replicas: %s", error)
         await asyncio.sleep(_WRITE_INTERVAL)
         with suppress(TimeoutError):  # a swap begins without a notice
-            await asyncio.wait_for(pool.wait_for_change(), POLL_INTERVAL)
+            await asyncio.wait_for(changes.wait(), POLL_INTERVAL)
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -124,8 +104,8 @@ def _write(path: Path, content: bytes) -> None:
     durable.replace_file(path, content, 0o600)
 
 
-class FollowedReplica:
-    """A replica that the controller changes: see `RoutedReplica`.
+class FollowedReplica(RoutedReplica):
+    """A replica that the controller changes. What it is in is what the controller has said last.
 
     `on_failure` is told of a dead engine: the replica's losses, and why. `tls`: see `FollowedPool`.
     """
@@ -137,8 +117,7 @@ class FollowedReplica:
         on_failure: Callable[[int, str], None],
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self.requests = InFlightRequests(notifier)
-        self._notifier = notifier
+        super().__init__(notifier)
         self._timeout = timeout
         self._on_failure = on_failure
         self._tls = tls
@@ -155,7 +134,7 @@ class FollowedReplica:
         gone.
         """
         lost = latest.losses != self.losses
-        self._latest = latest
+        self._latest, self.losses, self.why_lost = latest, latest.losses, latest.why_lost
         server, at = self._server, (latest.url, latest.secret)
         if latest.url and (server is None or (server.url, server.secret) != at):
             if server is not None:
@@ -173,21 +152,6 @@ class FollowedReplica:
             await former.close()
         if lost and server is not None:
             await server.close()
-
-    @property
-    def losses(self) -> int:
-        """Lost processes, as far as the controller has said."""
-        return self._latest.losses
-
-    @property
-    def why_lost(self) -> str:
-        """The reason of the last loss."""
-        return self._latest.why_lost
-
-    @property
-    def in_flight(self) -> int:
-        """Requests of this gateway in flight."""
-        return self.requests.total
 
     @property
     def versions(self) -> list[str]:
@@ -218,12 +182,6 @@ class FollowedReplica:
             self._failed_at = since
             self._on_failure(since, why)
 
-    async def wait_for_loss(self, since: int, seconds: float) -> bool:
-        """Tell whether `losses` passes `since`; wait for it up to `seconds`."""
-        with suppress(TimeoutError):
-            await self._notifier.wait_until(lambda: self.losses != since, seconds)
-        return self.losses != since
-
     async def close(self) -> None:
         """Drop the connections; requests in flight fail."""
         for server in (self._server, *self._former):
@@ -231,7 +189,7 @@ class FollowedReplica:
                 await server.close()
 
 
-class FollowedPool:
+class FollowedPool(RequestRouter):
     """The controller's pool, for a further gateway.
 
     Args:
@@ -255,14 +213,11 @@ class FollowedPool:
         self._tls = tls
         self._answer_timeout = answer_timeout
         self._on_failure = on_failure
-        self._notifier = ChangeNotifier()
-        self._replicas: list[FollowedReplica] = []
+        self._followed: list[FollowedReplica] = []
         self._latest = PublishedPool()
-        self._seen = b""
-        self._router = RequestRouter(
-            self._replicas, self._notifier, self.limits.swap_timeout, lambda version: None, affinity
-        )
-        self._router.shared = True
+        self._content = b""
+        super().__init__(self._followed, ChangeNotifier(), self.limits.swap_timeout, affinity)
+        self.shared = True
 
     async def follow(self) -> None:
         """Look at the file again and again, until cancelled."""
@@ -280,16 +235,19 @@ class FollowedPool:
         if latest is None:
             return
         self._latest = latest
-        self._router.wait_timeout = latest.limits.swap_timeout
-        while len(self._replicas) < len(latest.replicas):
-            self._replicas.append(self._new_replica(len(self._replicas)))
-        gone = self._replicas[len(latest.replicas) :]
-        del self._replicas[len(latest.replicas) :]
-        for replica, now in zip(self._replicas, latest.replicas, strict=True):
+        self.wait_timeout = latest.limits.swap_timeout
+        while len(self._followed) < len(latest.replicas):
+            on_failure = partial(self._on_failure, len(self._followed))
+            self._followed.append(
+                FollowedReplica(self._notifier, self._answer_timeout, on_failure, self._tls)
+            )
+        gone = self._followed[len(latest.replicas) :]
+        del self._followed[len(latest.replicas) :]
+        for replica, now in zip(self._followed, latest.replicas, strict=True):
             await replica.follow(now)
         for replica in gone:
             await replica.close()
-        self._seen = content
+        self._content = content
         self._notifier.notify()
 
     def _read(self) -> tuple[PublishedPool | None, bytes]:
@@ -297,28 +255,9 @@ class FollowedPool:
         if self._path.name not in durable.names_in(self._path.parent):
             return None, b""
         content = self._path.read_bytes()
-        if content == self._seen:
+        if content == self._content:
             return None, content
         return checksums.parse_as(PublishedPool, content, self._path), content
-
-    def _new_replica(self, number: int) -> FollowedReplica:
-        def on_failure(losses: int, why: str) -> None:
-            self._on_failure(number, losses, why)
-
-        return FollowedReplica(self._notifier, self._answer_timeout, on_failure, self._tls)
-
-    def answer(self, version: Wanted, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
-        """Answer a request: see `RequestRouter.answer`."""
-        return self._router.answer(version, exchange)
-
-    def serves(self, version: str) -> bool:
-        """Tell whether a replica can answer with a version, as far as is known here."""
-        return self._router.serves(version)
-
-    @property
-    def serving(self) -> int:
-        """The number of replicas that can answer, as far as is known here."""
-        return self._router.serving
 
     @property
     def ready(self) -> bool:
@@ -344,10 +283,10 @@ class FollowedPool:
         """Return the state of each replica."""
         return [
             {"state": replica.state, "versions": replica.versions, "in_flight": replica.in_flight}
-            for replica in self._replicas
+            for replica in self._followed
         ]
 
     async def close(self) -> None:
         """Drop the connections; requests in flight fail."""
-        for replica in self._replicas:
+        for replica in self._followed:
             await replica.close()

@@ -20,8 +20,8 @@ that a replica serves has passed its logprob check (golden_probe.py) on the proc
     end        serving                                    leaving   its place is about to be lost
     close      any                                        down      it is ended for good
 
-`change` loads, proves and serves a version. Others drive the machine: upkeep.py, which brings a
-replica back that is lost and finds it places; upkeep.py; received_weights.py.
+`change` loads, proves and serves a version. The other events are those of upkeep.py, which brings a
+replica back that is lost, finds it places, lets it sleep, and has it take weights without files.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ from cray_agents.runtime.pool.golden_probe import LoadedVersion, prove, with_fai
 from cray_agents.runtime.pool.lora_adapters import Adapters
 from cray_agents.runtime.pool.place import EngineHost
 from cray_agents.runtime.pool.published_replicas import PublishedReplica, State
-from cray_agents.runtime.pool.request_router import InFlightRequests, PoolNotifier
+from cray_agents.runtime.pool.request_router import PoolNotifier, RoutedReplica
 from cray_agents.runtime.pool.vllm_engine import ReplicaServer, VllmEngine
 from cray_agents.runtime.pool.weight_transfer import STUCK
 
@@ -80,12 +80,11 @@ _STARTS = 3  # tries of a first start
 _POLL_INTERVAL = 0.02  # seconds between two looks if other gateways' requests have ended
 
 
-class Replica:
+class Replica(RoutedReplica):
     """One replica of the pool: its state, the version it holds, its adapters and requests.
 
     `loaded` is the version to serve and `report` the proof of its weights. `error` is the last
-    failure. `losses` counts lost processes, and `why_lost` is the last reason. `notifier` fires at
-    each change. Whoever changes the replica holds `changing`; `lost` is set until it serves again.
+    failure. Whoever changes the replica holds `changing`; `lost` is set until it serves again.
     """
 
     def __init__(
@@ -95,17 +94,15 @@ class Replica:
         drain_timeout: float,
         notifier: PoolNotifier,
     ) -> None:
+        super().__init__(notifier)
         self.state: State = "down"
         self.loaded: LoadedVersion | None = None
         self.selected = ""  # the version most recently loaded or selected here
         self.report: ProbeReport | None = None
         self.error: str | None = None
-        self.losses = 0
-        self.why_lost = ""
         self.engine_host = engine_host
         self.drain_timeout = drain_timeout
         self.notifier = notifier
-        self.requests = InFlightRequests(notifier)
         self.changing = asyncio.Lock()
         self.lost = asyncio.Event()
         self._probe_limits = probe_limits
@@ -162,11 +159,6 @@ class Replica:
     def asleep(self) -> int:
         """The level at which a replica sleeps that is away; 0: it does not."""
         return self.sleep_level if self.state == "away" else 0
-
-    @property
-    def in_flight(self) -> int:
-        """Requests in flight, whichever version answers them."""
-        return self.requests.total
 
     @property
     def answering(self) -> int:
@@ -567,12 +559,6 @@ class Replica:
         """
         if self.losses == since and self.state == "serving" and not self.lost.is_set():
             self.mark_lost(why)
-
-    async def wait_for_loss(self, since: int, seconds: float) -> bool:
-        """Tell whether `losses` passes `since`; wait for it up to `seconds`."""
-        with suppress(TimeoutError):
-            await self.notifier.wait_until(lambda: self.losses != since, seconds)
-        return self.losses != since
 
     async def restore(self, loaded: LoadedVersion, start: Start | None = None) -> None:
         """Serve a version from a fresh process; mark the replica lost if that fails."""

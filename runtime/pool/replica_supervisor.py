@@ -170,7 +170,7 @@ class ReplicaSupervisor:
             "alive": self._alive,
             "why": self._why,
             "url": server.url if server else "",
-            "alias": server.alias if server else "",
+            "alias": server.model if server else "",
             "secret": server.secret if server else "",
             "pid": self.replica.pid,
             "port": self.replica.port,
@@ -189,7 +189,7 @@ class ReplicaSupervisor:
         """Body: checkpoint, version, weights (their hash), lora_rank."""
         body = await request.json()
         async with self._changing:
-            await self._end_engine()
+            await self.end_engine()
             self._starts += 1
             self.replica.lora_rank = int(body.get("lora_rank", self.replica.lora_rank))
             self._spread(str(body["checkpoint"]))
@@ -221,7 +221,7 @@ class ReplicaSupervisor:
 
     async def _stop(self, request: web.Request) -> web.Response:
         async with self._changing:
-            await self._end_engine()
+            await self.end_engine()
         return web.json_response({})
 
     async def _exit(self, request: web.Request) -> web.Response:
@@ -236,7 +236,8 @@ class ReplicaSupervisor:
         if self._leaving:
             self.ended.set()
 
-    async def _end_engine(self) -> None:
+    async def end_engine(self) -> None:
+        """End vLLM, and its shares on other nodes."""
         await self._tasks.close()
         self._alive, self._version, self._weights, self._asleep = False, "", "", 0
         if self._share is not None:
@@ -289,17 +290,6 @@ class ReplicaSupervisor:
         log.warning("no gateway came for %g minutes: the job ends", self.spec.keep_minutes)
         self.ended.set()
 
-    async def close(self) -> None:
-        """End the engine."""
-        await self._end_engine()
-
-
-def own_files(folder: Path, address: str, attempt: Path) -> TlsFiles:
-    """Return the certificate and key of this job's servers. Raises SetupError."""
-    from cray_agents.runtime.pool.replica_certificates import server_files
-
-    return server_files(folder, address, attempt)
-
 
 def end_of_job(minutes: int | None) -> float | None:
     """Return when Slurm ends this job, in unix seconds: by its own word, else by `minutes`."""
@@ -314,7 +304,11 @@ async def supervise(spec: ReplicaSpec, folder: Path) -> int:
     if not create_secret(folder, secret):
         print(f"{folder} has a supervisor already: refused", flush=True)
         return REFUSED
-    tls = None if spec.tls is None else own_files(spec.tls, address, folder)
+    tls = None
+    if spec.tls is not None:
+        from cray_agents.runtime.pool.replica_certificates import server_files
+
+        tls = server_files(spec.tls, address, folder)
     with nvml() as driver:
         # of a replica over several nodes one node's energy would be too little
         energy = EnergyTotal(driver, host_gpus() if spec.nodes == 1 else ())
@@ -337,7 +331,7 @@ async def _serve(supervisor: ReplicaSupervisor) -> None:
     tasks.keep("end of an unwatched job", supervisor.end_unwatched)
     await supervisor.ended.wait()
     await tasks.close()
-    await supervisor.close()
+    await supervisor.end_engine()
     await runner.cleanup()
 
 

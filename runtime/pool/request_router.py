@@ -7,19 +7,19 @@ replica refuses a request whose version it does not serve any more (vllm_plugins
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import (
     AsyncGenerator,
-    AsyncIterator,
     Callable,
     Collection,
     Iterator,
     Sequence,
 )
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from itertools import count
 from math import ceil
-from typing import Any, Protocol
+from typing import Any
 from zlib import crc32
 
 from cray_agents.errors import EngineError, EngineUnavailable, Overtaken, VersionClosed
@@ -100,46 +100,47 @@ class InFlightRequests:
                 self._notifier.wake()
 
 
-class RoutedReplica(Protocol):
+class RoutedReplica(ABC):
     """`Replica`, which this process changes | `FollowedReplica`, which the controller changes.
 
-    `losses` counts lost processes, and `why_lost` is the last reason.
+    `losses` counts lost processes, and `why_lost` is the last reason. `notifier` fires at each
+    change.
     """
 
-    requests: InFlightRequests
-
-    @property
-    def losses(self) -> int: ...
-
-    @property
-    def why_lost(self) -> str: ...
+    def __init__(self, notifier: ChangeNotifier) -> None:
+        self.requests = InFlightRequests(notifier)
+        self.losses = 0
+        self.why_lost = ""
+        self._changes = notifier
 
     @property
     def in_flight(self) -> int:
-        """Requests of this process in flight."""
-        ...
+        """Requests of this process in flight, whichever version answers them."""
+        return self.requests.total
 
     @property
+    @abstractmethod
     def versions(self) -> list[str]:
         """The versions that can answer requests now."""
-        ...
 
     @property
+    @abstractmethod
     def contents(self) -> str:
         """Contents and state, for an error message."""
-        ...
 
+    @abstractmethod
     def engine(self, version: str) -> Engine:
         """Return the engine that answers with a version. Raises EngineUnavailable."""
-        ...
 
+    @abstractmethod
     def fail(self, since: int, why: str) -> None:
         """Note that the engine is dead, unless `losses` has passed `since`."""
-        ...
 
     async def wait_for_loss(self, since: int, seconds: float) -> bool:
         """Tell whether `losses` passes `since`; wait for it up to `seconds`."""
-        ...
+        with suppress(TimeoutError):
+            await self._changes.wait_until(lambda: self.losses != since, seconds)
+        return self.losses != since
 
 
 class _DeathSuspicion:
@@ -186,7 +187,7 @@ class _DeathSuspicion:
 
 
 class RequestRouter:
-    """The router of requests to replicas.
+    """The router of requests to replicas: `Pool` | `FollowedPool`.
 
     A call goes to the replica whose KV cache has its beginning, unless that is clearly busier (the
     bound is that of arXiv 1608.01350): the one that answered its conversation last. Attempts of one
@@ -198,7 +199,6 @@ class RequestRouter:
     Args:
         replicas: may change at any time; `notifier` then fires, as at each of their own changes.
         wait_timeout: seconds that a request waits for its version.
-        recall: called for a version that a request needs and no replica serves.
         affinity: the setting `replica_affinity`.
 
     `shared`: True where other gateways send requests to the same replicas.
@@ -209,7 +209,6 @@ class RequestRouter:
         replicas: Sequence[RoutedReplica],
         notifier: ChangeNotifier,
         wait_timeout: float,
-        recall: Callable[[str], None],
         affinity: float = 1.5,
     ) -> None:
         self._affinity = affinity
@@ -222,7 +221,6 @@ class RequestRouter:
         self._replicas = replicas
         self._notifier = notifier
         self.wait_timeout = wait_timeout
-        self._recall = recall
         self.shared = False
         self._suspects = asyncio.Lock()  # suspect requests are sent again one at a time
 
@@ -234,6 +232,9 @@ class RequestRouter:
     def serving(self) -> int:
         """The number of replicas that can answer now."""
         return sum(bool(replica.versions) for replica in self._replicas)
+
+    def recall(self, version: str) -> None:
+        """Note that a request needs a version and no replica serves it."""
 
     async def answer(self, version: Wanted, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         """Answer a request: see `Engine.answer`. Sets the exchange's version to the answering one.
@@ -249,8 +250,8 @@ class RequestRouter:
             while True:
                 sent, closed, exchange.samples = False, False, []
                 await suspicion.wait()
-                place = self._admit(version, deadline, refused, exchange)
-                async with place as (slot, exchange.version):
+                slot, exchange.version = await self._pick(version, deadline, refused, exchange)
+                with slot.requests.track(exchange.version):
                     exchange.began = time.time()
                     losses, alone = slot.losses, slot.in_flight == 1
                     try:
@@ -281,18 +282,6 @@ class RequestRouter:
         finally:
             suspicion.end()
 
-    @asynccontextmanager
-    async def _admit(
-        self,
-        version: Wanted,
-        deadline: float,
-        refused: Collection[RoutedReplica],
-        exchange: EngineCall,
-    ) -> AsyncIterator[tuple[RoutedReplica, str]]:
-        slot, name = await self._pick(version, deadline, refused, exchange)
-        with slot.requests.track(name):
-            yield slot, name
-
     async def _pick(
         self,
         version: Wanted,
@@ -318,7 +307,7 @@ class RequestRouter:
                     return slot, wanted
                 self._fits.clear()  # it was lost, and nobody was told yet
                 continue
-            self._recall(wanted)
+            self.recall(wanted)
             try:
                 async with asyncio.timeout_at(deadline):
                     await self._notifier.wait()

@@ -49,7 +49,6 @@ _ANSWERS = 10.0  # of all supervisors in a second while there is no news, where 
 LAPSE = 30.0  # seconds without a heartbeat or an answer after which a supervisor counts as dead
 DRAIN = 60.0  # seconds before the end of a job's time in which it gets no more requests, at most
 _SUPERVISOR = "cray_agents.runtime.pool.replica_supervisor"
-_LONGEST_SLEEP = 60.0  # seconds until a task sees that its supervisor is lost
 _LEASE_INTERVAL = 0.25  # seconds between two looks for a lease
 _GOODBYE = 5.0  # seconds that a supervisor has to answer an order to end
 _LOG_TAIL = 2000  # bytes of a job's log in an error
@@ -366,24 +365,16 @@ class SlurmReplica(VllmHost):
 
     def _follow_time(self, supervisor: SupervisorClient, state: SupervisorState) -> None:
         """Tell in time that the job's time comes to its end."""
+
+        def tell(event: asyncio.Event) -> None:
+            if self._supervisor is supervisor:
+                event.set()
+
         left, seconds = state.seconds_left, state.seconds
         if left is not None and seconds is not None:
-            end = time.monotonic() + left
-            for before, event in (
-                (min(self._lead, seconds / 2), self._leaving),
-                (min(DRAIN, seconds / 8), self._ending),
-            ):
-                work = partial(self._fire_at, end - before, event, supervisor)
-                self._tasks.keep("end of a job", work, self._name)
-
-    async def _fire_at(
-        self, moment: float, event: asyncio.Event, supervisor: SupervisorClient
-    ) -> None:
-        while self._supervisor is supervisor:
-            if (left := moment - time.monotonic()) <= 0:
-                event.set()
-                return
-            await asyncio.sleep(min(left, _LONGEST_SLEEP))
+            later = asyncio.get_running_loop().call_later
+            later(max(0.0, left - min(self._lead, seconds / 2)), tell, self._leaving)
+            later(max(0.0, left - min(DRAIN, seconds / 8)), tell, self._ending)
 
     def _lose(self, supervisor: SupervisorClient, why: str, *, cancel: bool = False) -> None:
         """Note that the place is lost. `cancel`: Slurm still believes in the job."""

@@ -156,7 +156,13 @@ class VllmEngine:
     async def _answer_stream(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         """Yield whole server-sent events, without the last one, which holds the samples."""
         rest, complete = b"", not exchange.capture
-        async with self._send(exchange) as response:
+        request, headers = self._request(exchange)
+        async with self._http.answer(
+            *("POST", exchange.path, request),
+            headers=headers,
+            public_name=exchange.version,
+            size=exchange.size,
+        ) as response:
             exchange.version = _version_of(response.headers.get(VERSION, "")) or exchange.version
             names, pieces = self._model_names(exchange), response.content.iter_any()
             try:
@@ -195,15 +201,6 @@ class VllmEngine:
                 headers[MERGE] = "1"
         return {**exchange.request, "model": self.model}, headers
 
-    def _send(self, exchange: EngineCall) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        request, headers = self._request(exchange)
-        return self._http.answer(
-            *("POST", exchange.path, request),
-            headers=headers,
-            public_name=exchange.version,
-            size=exchange.size,
-        )
-
     def _model_names(self, exchange: EngineCall) -> tuple[bytes, bytes]:
         """Return the `model` member in vLLM's answer, and its replacement with the version.
 
@@ -233,7 +230,10 @@ class VllmEngine:
                 if await self._patch_weights(checkpoint):
                     self.load_note = ""
                 elif not await self._fetch_weights(checkpoint, seconds):
-                    await self._replace_weights(checkpoint)
+                    files = {"weights_path": str(checkpoint)}
+                    reload = {"method": "reload_weights", "kwargs": files}
+                    await self._control("/collective_rpc", reload)
+                    await self._control("/collective_rpc", {"method": "repack_kept_weights"})
                 await self._reset_prefix_cache()
                 await self._name_weights(checkpoint, version)
         except EngineError as error:
@@ -280,7 +280,8 @@ class VllmEngine:
             offers = await asyncio.to_thread(find_offers, self._transfer.sessions, weights)
             if not offers:
                 return False
-            if _tokens(offers) == _tokens(received):  # the ranks say: these are the files' weights
+            # the ranks say by their secrets: these are the files' weights
+            if [one.token for one in offers] == [one.token for one in received]:
                 self._fetched, seconds["early"] = (weights, True), early
                 return True
             with timed(seconds, "transfer"):
@@ -347,11 +348,6 @@ class VllmEngine:
         if not answer.get("success"):
             raise EngineError("the prefix cache was not reset: blocks of it are still in use")
 
-    async def _replace_weights(self, checkpoint: Path) -> None:
-        kwargs = {"weights_path": str(checkpoint)}
-        await self._control("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
-        await self._control("/collective_rpc", {"method": "repack_kept_weights"})
-
     async def _name_weights(self, checkpoint: Path, version: str) -> None:
         """Set the label that vLLM records with tokens; until `resume` it answers `score` alone."""
         weights = weights_of(checkpoint)
@@ -400,15 +396,8 @@ class VllmEngine:
         if not prompts:
             await self._try_sampling()
             return []
-        body = {
-            "model": self.model,
-            "prompt": prompts,
-            "max_tokens": 1,
-            "temperature": 0,
-            "prompt_logprobs": 1,
-            "vllm_xargs": {PROBE: 1},
-        }
-        async with self._http.answer("POST", "/v1/completions", body) as response:
+        body = {"prompt": prompts, "max_tokens": 1, "prompt_logprobs": 1}
+        async with self._probe(body) as response:
             answer = orjson.loads(await response.read())
             choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
             return [
@@ -418,20 +407,18 @@ class VllmEngine:
 
     async def _try_sampling(self) -> None:
         """Sample two tokens; the second one also reads the cache that the first one wrote."""
-        body = {
-            "model": self.model,
-            "prompt": [[1]],
-            "max_tokens": 2,
-            "ignore_eos": True,
-            "temperature": 0,
-            "vllm_xargs": {PROBE: 1},
-        }
+        body = {"prompt": [[1]], "max_tokens": 2, "ignore_eos": True}
         try:
-            async with self._http.answer("POST", "/v1/completions", body) as response:
+            async with self._probe(body) as response:
                 orjson.loads(await response.read())
         except EngineError as error:
             if error.status not in _NO_SUCH_ROUTE:
                 raise
+
+    def _probe(self, body: dict[str, Any]) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """Ask for a completion that the guard lets through before `resume`."""
+        marked = {"model": self.model, "temperature": 0, "vllm_xargs": {PROBE: 1}, **body}
+        return self._http.answer("POST", "/v1/completions", marked)
 
     async def metrics(self, timeout: float) -> str:
         """Return the server's metrics as Prometheus' text. Raises EngineError."""
@@ -492,11 +479,6 @@ class VllmEngine:
             content = await response.read()
             answer: dict[str, Any] = orjson.loads(content) if content[:1] == b"{" else {}
             return answer | {"results": [*(answer.get("results") or ())]}
-
-
-def _tokens(offers: Sequence[WeightOffer]) -> list[str]:
-    """Return the secrets of offers, which are of one checkpoint's tensors alone."""
-    return [offer.token for offer in offers]
 
 
 def _find_error(events: bytes) -> int:

@@ -4,7 +4,7 @@ An engine of this host listens at a Unix socket in a folder that only its user c
 port is needed, who listens there has to prove itself first (runtime/vllm_plugins/proof.py), or
 shows a certificate of the replicas' CA (replica_certificates.py). Every failure becomes one of our
 errors. vllm_engine.py implements the `Engine` port with this. An adapter's engine shares it with
-the engine of the weights. gateway/controller_link.py uses ProvedConnector for the controller.
+the engine of the weights. gateway/further_gateway.py uses ProvedConnector for the controller.
 """
 
 import asyncio
@@ -273,8 +273,7 @@ class Http:
         headers = {"Content-Type": "application/json", **(headers or {})}
         if once:
             headers["Connection"] = "close"
-        self.active += 1
-        try:
+        with self._failures(path, public_name, limit.sock_read):
             async with self._session.request(
                 method,
                 self._base + path,
@@ -289,13 +288,22 @@ class Http:
                     raise to_engine_error(response.status, await response.read(), names)
                 with well_formed(self._place(path, public_name)):
                     yield response
+
+    @contextmanager
+    def _failures(self, path: str, public_name: str, seconds: float | None) -> Iterator[None]:
+        """Count the request that the block makes, and raise our errors where it fails."""
+        self.active += 1
+        try:
+            yield
+        except CrayError:  # some are OSErrors as well
+            raise
         except aiohttp.ConnectionTimeoutError as error:
             why = str(error.__cause__ or error)  # see _in_time
             raise EngineUnavailable(self._message(path, why, why, public_name)) from error
         except TimeoutError as error:  # first: aiohttp's timeouts are ClientErrors as well
-            why = f"nothing came for {limit.sock_read} s"
+            why = f"nothing came for {seconds:g} s"
             raise EngineTimeout(self._message(path, why, why, public_name)) from error
-        except (aiohttp.ClientError, asyncio.IncompleteReadError) as error:
+        except (aiohttp.ClientError, asyncio.IncompleteReadError, OSError) as error:
             why = str(error) or type(error).__name__
             message = self._message(path, why, "the connection to it broke off", public_name)
             # its proof did not come
@@ -316,20 +324,10 @@ class Http:
             async with self.answer("POST", path, body, **options) as response:
                 told = {name.lower(): value for name, value in response.headers.items()}
                 return Answer(response.status, told, await response.read())
-        self.active += 1
-        try:
+        with self._failures(path, public_name, self.timeout):
             named = {HEADER: self.secret, **headers}
             with well_formed(self._place(path, public_name)):
                 answer = await self._plain.post(path, dump_json(body), named, self.timeout)
-        except TimeoutError as error:
-            why = f"nothing came for {self.timeout:g} s"
-            raise EngineTimeout(self._message(path, why, why, public_name)) from error
-        except OSError as error:
-            broke = "the connection to it broke off"
-            message = self._message(path, str(error) or type(error).__name__, broke, public_name)
-            raise EngineUnavailable(message) from error
-        finally:
-            self.active -= 1
         if answer.status >= 300:
             raise to_engine_error(answer.status, answer.body, (str(body["model"]), public_name))
         return answer
@@ -357,20 +355,15 @@ class Http:
         return f"the replica of {public_name}" if public_name else f"{self.url}{path}"
 
 
-def to_engine_error(
-    status: int, body: bytes | dict[str, Any], names: tuple[str, str] = ("", "")
-) -> EngineError:
+def to_engine_error(status: int, body: bytes, names: tuple[str, str] = ("", "")) -> EngineError:
     """Turn vLLM's error, whose `code` is an int and whose shape varies, into one of ours.
 
     `names`: vLLM's name of the model, and the name that the client reads instead.
     """
-    if isinstance(body, bytes):
-        try:
-            content = orjson.loads(body)
-        except orjson.JSONDecodeError:
-            content = body.decode(errors="replace")[:500]
-    else:
-        content = body
+    try:
+        content = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        content = body.decode(errors="replace")[:500]
     error = content.get("error", content.get("detail")) if isinstance(content, dict) else content
     if not isinstance(error, dict):
         error = {"message": str(error or f"status {status}")}

@@ -156,15 +156,6 @@ class NodeShare:
         )
 
 
-@dataclass(frozen=True)
-class ServerAddress:
-    """A server's URL, the name that it answers by, and the secret that it requires."""
-
-    url: str
-    alias: str
-    secret: str
-
-
 class VllmHost:
     """A host whose engine is a VllmEngine, or None while it is down: see `EngineProcess`."""
 
@@ -224,7 +215,7 @@ class VllmProcess(VllmHost, LocalPlace):
         self.tls = tls
         self.share = NodeShare()
         self.shielded = False
-        self.server: ServerAddress | None = None
+        self.server: VllmEngine | None = None
         self.pid: int | None = None
         self.port: int | None = None
         self._listener: socket.socket | None = None  # bound; the server alone listens
@@ -315,9 +306,8 @@ class VllmProcess(VllmHost, LocalPlace):
         url = f"{UNIX}{self._folder.path / _SOCKET}"
         if self.address:
             url = f"http{'' if self.tls is None else 's'}://{self.address}:{self.port}"
-        self.server = ServerAddress(url, alias, secret)
-        self._engine = VllmEngine(
-            self.server.url,
+        self.server = self._engine = VllmEngine(
+            url,
             alias,
             secret,
             timeout=self.settings.answer_timeout,

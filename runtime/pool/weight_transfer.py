@@ -58,19 +58,11 @@ def check_transfer(wanted: str, *, gpu: bool, turns: bool, here: bool) -> None:
     if wanted == FILES:
         return
     if not gpu:
-        why = (
-            "sends weights from GPU to GPU, and the installed vLLM computes on the CPU: set 'files'"
-        )
+        why = "goes from GPU to GPU, and the installed vLLM computes on the CPU: set 'files'"
     elif wanted == "ipc" and not (turns and here):
-        why = (
-            "shares the memory of one GPU, and here trainer and replicas have GPUs of their own:"
-            " set 'nccl' or 'files'"
-        )
+        why = "shares one GPU, and here replicas have GPUs of their own: set 'nccl' or 'files'"
     elif wanted == "nccl" and turns:
-        why = (
-            "needs two GPUs, and here trainer and replicas use the same by turns: set 'ipc' or"
-            " 'files'"
-        )
+        why = "needs two GPUs, and here replicas share the trainer's: set 'ipc' or 'files'"
     else:
         return
     raise SetupError(f"weight_transfer = {wanted!r} {why}")

@@ -64,9 +64,9 @@ async def test_a_replica_leaves_after_its_last_request_and_comes_back_proven(
                 await asyncio.sleep(0)
             assert not pool.call_back()  # it has not left yet
         assert await ask(pool, "m@1") == "m@1"
-        await until(lambda: not any(slot.upkeep._gives_back for slot in pool._slots))
+        await until(lambda: not any(slot._gives_back for slot in pool._slots))
         assert pool.give_back() and states(pool) == ["away", "away"] and pool.ready
-        await until(lambda: not any(slot.upkeep._gives_back for slot in pool._slots))
+        await until(lambda: not any(slot._gives_back for slot in pool._slots))
         waiting = asyncio.create_task(ask(pool, "m@1"))
         assert pool.call_back() and await waiting == "m@1"
         assert [one["restarts"] for one in pool.status()] == [0, 0]
@@ -89,7 +89,7 @@ async def test_a_change_of_versions_calls_back_what_it_needs(tmp_path: Path) -> 
         assert not pool.give_back()
     async with scaled(tmp_path, 1, 1) as (pool, _):
         assert pool.give_back()
-        await until(lambda: not pool._slots[0].upkeep._gives_back)
+        await until(lambda: not pool._slots[0]._gives_back)
         async with asyncio.timeout(120):  # less than a change waits for a second replica
             await pool.stage(checkpoint(tmp_path, 2), "m@2", probe(2))
         assert await ask(pool, "m@2") == "m@2"
@@ -102,7 +102,7 @@ async def test_what_dies_while_it_is_away_or_leaves_or_comes_is_found_again(tmp_
             host.die()
             await until(lambda: states(pool) == ["serving"])
         pool.give_back()
-        await until(lambda: not pool._slots[0].upkeep._gives_back)
+        await until(lambda: not pool._slots[0]._gives_back)
         host.broken = True
         pool.call_back()
         await until(lambda: states(pool) == ["down"])

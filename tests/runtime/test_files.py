@@ -20,7 +20,7 @@ from cray_agents.runtime.files.blobs import PIECE, Blobs
 from cray_agents.runtime.files.files import FileObject, Files
 from cray_agents.runtime.files.uploads import Uploads, sweep
 from cray_agents.runtime.gateway.http.error_envelope import BodyTooLarge
-from cray_agents.runtime.gateway.http.multipart import FIELD_BYTES, MAX_PARTS, FormReader
+from cray_agents.runtime.gateway.routes.files import FIELD_BYTES, MAX_PARTS, FormReader
 
 WIRE = {"id", "bytes", "created_at", "filename", "object", "purpose", "status"}
 JSONL = b'{"custom_id": "1"}\n'

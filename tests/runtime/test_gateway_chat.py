@@ -272,7 +272,7 @@ async def test_what_the_engine_refuses_is_told_and_not_recorded(tmp_path: Path) 
 
 async def test_a_pool_that_is_down_is_unavailable(tmp_path: Path) -> None:
     async with served(tmp_path, ScriptedEngine(lambda request: "hi")) as gateway:
-        gateway.pool._router.wait_timeout = 0.1
+        gateway.pool.wait_timeout = 0.1
         await gateway.pool.stop()
         with pytest.raises(openai.InternalServerError) as down:
             await gateway.client().chat.completions.create(model="calc", messages=says("a"))

@@ -29,8 +29,11 @@ from cray_agents.paths import Home
 from cray_agents.ports import EngineCall
 from cray_agents.runtime.background import FAILURES
 from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.gateway.controller_link import ControllerLink
-from cray_agents.runtime.gateway.further_gateway import MOST_NOTES, ControllerReports
+from cray_agents.runtime.gateway.further_gateway import (
+    MOST_NOTES,
+    ControllerLink,
+    ControllerReports,
+)
 from cray_agents.runtime.pool.job_lease import SupervisorClient
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
@@ -312,7 +315,7 @@ async def test_a_controller_fails_by_a_typed_error(tmp_path: Path, kind: str) ->
         with pytest.raises(NoController) as raised:
             await reports.send()
         assert "prove" not in str(raised.value)
-        assert list(reports._rewarded) == ["run-1"]
+        assert list(reports._notes["rewarded"]) == ["run-1"]
         with suppress(NoController):  # nothing is read of this answer but its status
             await link.ask("/v1/gateways/load", {})
         await link.close()
@@ -329,7 +332,7 @@ async def test_of_too_many_notes_the_oldest_are_dropped(tmp_path: Path) -> None:
         reports.note_reward(f"new-{number}")
     with pytest.raises(NoController):
         await sending
-    kept = list(reports._rewarded)
+    kept = list(reports._notes["rewarded"])
     assert len(kept) == MOST_NOTES
     assert kept[-10:] == [f"new-{number}" for number in range(10)]
 

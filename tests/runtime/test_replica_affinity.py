@@ -211,5 +211,5 @@ async def test_calls_of_a_run_a_session_and_a_conversation_stay_together(tmp_pat
         said = {"role": "assistant", "content": reply.text}
         messages += [said, {"role": "user", "content": "two"}]
         assert (await gateway.ask(messages)).run_id == reply.run_id
-        router = gateway.pool._router
+        router = gateway.pool
     assert len(router._places) == 3 + 2  # conversations, and prompts

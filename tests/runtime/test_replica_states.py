@@ -11,10 +11,10 @@ from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import CrayError, EngineUnavailable, PoolBusy
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE
 from cray_agents.runtime.pool.golden_probe import LoadedVersion
-from cray_agents.runtime.pool.pool import PoolReplica
 from cray_agents.runtime.pool.published_replicas import State
 from cray_agents.runtime.pool.replica import TRANSITIONS, Event
 from cray_agents.runtime.pool.request_router import PoolNotifier
+from cray_agents.runtime.pool.upkeep import PoolReplica
 from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_pool import checkpoint, probe, says_version, until
 
@@ -83,7 +83,7 @@ class Site(PoolReplica):
     async def reach(self, state: State) -> None:
         gate = self.here.engine.gate
         if state == "away":
-            self.upkeep.stay_away(self.one)
+            self.stay_away(self.one)
             return
         if state in ("starting", "waiting"):
             self.here.placed = state == "starting"
@@ -104,12 +104,12 @@ class Site(PoolReplica):
                 self.here.engine.drift = 0.0
             case "sleeping":
                 gate.clear()
-                await self.begin(self.sleep.fall_asleep(), state)
+                await self.begin(self.fall_asleep(), state)
             case "unproven":
-                assert await self.received.receive(JOB)
+                assert await self.receive(JOB)
             case "leaving":
                 self.here.ending.set()
-                await self.upkeep._drain_ending_place(self.here)
+                await self._drain_ending_place(self.here)
         assert self.state == state
 
     async def go_on(self, *, drift: float = 0.0) -> None:
@@ -136,13 +136,13 @@ async def cause(site: Site, event: Event, state: State) -> None:
     match event:
         case "wait":
             site.here.placed = False
-            site.going.append(asyncio.create_task(site.upkeep._find_place()))
+            site.going.append(asyncio.create_task(site._find_place()))
             await until(lambda: (event, state) in site.seen)
         case "start" if state == "swapping":
             await site.go_on(drift=1.0)
         case "start" if state == "sleeping":
             await site.go_on()
-            await site.sleep.wake_up()
+            await site.wake_up()
         case "start":
             site.here.engine.gate.set()
             await site.restore(site.one)
@@ -150,25 +150,25 @@ async def cause(site: Site, event: Event, state: State) -> None:
             await site.go_on()
         case "serve" if state == "sleeping":
             await site.go_on()
-            await site.sleep.wake_up()
+            await site.wake_up()
             with site.requests.track("m@1"), pytest.raises(PoolBusy):
-                await site.sleep.fall_asleep()
+                await site.fall_asleep()
         case "serve":
-            await site.upkeep._hand_over(site.here, Host())
+            await site._hand_over(site.here, Host())
         case "change":
             site.here.engine.gate.set()
             await site.change(site.two)
         case "receive":
             site.seen.clear()
             await site.go_on()
-            await site.received.receive(JOB)
+            await site.receive(JOB)
         case "lose" if state == "serving":
             site.fail(0, "it is silent")
         case "lose" if state == "waiting":
             site.here.found.set()
             await asyncio.gather(*site.going, return_exceptions=True)
         case "lose" if state in ("leaving", "unproven", "away"):
-            site.upkeep._note_loss()
+            site._note_loss()
         case "lose":  # starting, swapping, sleeping
             await site.cancel()
         case "leave out" if state == "swapping":
@@ -185,18 +185,18 @@ async def cause(site: Site, event: Event, state: State) -> None:
             await fresh.restore(fresh.one)
             site.seen, site.state = fresh.seen, fresh.state
         case "sleep":
-            await site.sleep.fall_asleep()
+            await site.fall_asleep()
         case "leave" if state == "serving":
-            site.upkeep.leave().close()
+            site.leave().close()
         case "leave":
-            site.upkeep.stay_away(site.one)
+            site.stay_away(site.one)
         case "call back":
-            assert site.upkeep.come_back()
+            assert site.come_back()
         case "end":
             site.here.ending.set()
-            await site.upkeep._drain_ending_place(site.here)
+            await site._drain_ending_place(site.here)
         case "close":
-            await site.upkeep.close()
+            await site.close()
 
 
 @pytest.mark.parametrize(("event", "state"), LISTED)

@@ -261,7 +261,8 @@ async def test_another_user_gets_no_port_of_a_place_and_hears_nothing_at_a_lost_
     pool = site.pool(site.hosts(1), wait_timeout=100)
     await pool.start(*first(site.folder))
     before, lease = replica(pool), site.lease()
-    secrets = [(site.folder / "replicas/0/1/secret").read_text(), pool.published()[0].secret]
+    published = pool.published().replicas[0]
+    secrets = [(site.folder / "replicas/0/1/secret").read_text(), published.secret]
     places = [("127.0.0.1", lease.port), ("127.0.0.1", before["port"])]
     assert {one.place for one in listeners(lease.pid)} == set(places)
     with taker(site.folder, *places) as stranger:
@@ -271,7 +272,7 @@ async def test_another_user_gets_no_port_of_a_place_and_hears_nothing_at_a_lost_
         now = replica(pool)
         assert (now["job"], now["port"]) == (before["job"], before["port"])
         assert not stranger.taken()
-        old = pool.published()[0]
+        old = pool.published().replicas[0]
         secrets.append(old.secret)
         os.kill(lease.pid, signal.SIGKILL)  # with which the engine dies, and both ports are free
         await until(lambda: len(stranger.taken()) == 2)

@@ -67,7 +67,7 @@ async def shared(tmp_path: Path) -> AsyncIterator[Shared]:
     await pool.start(checkpoint(tmp_path, 1), "m@1", probe(1))
     server = replica.server
     assert server is not None
-    other = VllmEngine(server.url, server.alias, server.secret)
+    other = VllmEngine(server.url, server.model, server.secret)
     yield Shared(tmp_path, pool, other)
     await other.close()
     await pool.stop()

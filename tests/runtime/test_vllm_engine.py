@@ -231,7 +231,7 @@ PYDANTIC = """22 validation errors:
     ],
 )
 def test_a_refusal_in_the_clients_words(raw: str, message: str, param: str | None) -> None:
-    error = to_engine_error(400, {"error": {"message": raw, "code": 400}})
+    error = to_engine_error(400, json.dumps({"error": {"message": raw, "code": 400}}).encode())
     assert (str(error), error.param) == (message, param)
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -168,26 +169,19 @@ def _refusal(secret: str) -> str:
 
 def _check_page(scope: Scope) -> None:
     """Raise AccessDenied for a request by a web page of another host."""
-    site = b""
-    for name, value in scope["headers"]:
-        if name == b"sec-fetch-site":
-            site = value.strip().lower()
-            continue
-        if name == b"host":
-            host = _host("//" + value.decode("latin-1"))
-        elif name == b"origin":
-            host = _host(value.decode("latin-1"))
-        else:
-            continue
-        if not is_loopback(host):
-            raise AccessDenied(
-                f"{name.decode()} {value.decode('latin-1')!r} is not this host: without API keys "
-                "the gateway answers to this host alone, and to no web page of another; "
-                "`cray-agents keys create NAME` makes a key, which is then asked for",
-                status=403,
-                code=f"{name.decode()}_not_allowed",
-            )
-    if site == b"cross-site" and not any(name == b"origin" for name, _ in scope["headers"]):
+    headers = Headers(scope=scope)
+    for name, scheme in (("host", "//"), ("origin", "")):
+        for value in headers.getlist(name):
+            if not is_loopback(_host(scheme + value)):
+                raise AccessDenied(
+                    f"{name} {value!r} is not this host: without API keys the gateway answers to "
+                    "this host alone, and to no web page of another; `cray-agents keys create "
+                    "NAME` makes a key, which is then asked for",
+                    status=403,
+                    code=f"{name}_not_allowed",
+                )
+    site = headers.get("sec-fetch-site", "").strip().lower()
+    if site == "cross-site" and "origin" not in headers:
         raise AccessDenied(
             "a web page of another site has a browser ask for this: without API keys the gateway "
             "answers to no such page; type the address, or make a key with "

@@ -130,9 +130,11 @@ def check_unmarked(body: Mapping[str, Any]) -> None:
 
 def json_response(value: Any) -> Response:
     """Return a JSON answer: of a record, or of plain JSON."""
-    if isinstance(value, BaseModel):
-        value = value.model_dump(mode="json")
-    return Response(dump_json(value), 200, media_type="application/json")
+    return Response(_json_of(value), media_type=JSON)
+
+
+def _json_of(value: Any) -> bytes:
+    return dump_json(value.model_dump(mode="json") if isinstance(value, BaseModel) else value)
 
 
 async def answer_read(
@@ -145,9 +147,7 @@ async def answer_read(
 
     def write() -> bytes:
         value = read()
-        if isinstance(value, BaseModel):
-            value = value.model_dump(mode="json")
-        return value if isinstance(value, bytes) else dump_json(value)
+        return value if isinstance(value, bytes) else _json_of(value)
 
     content = await await_or_disconnect(request, None, aside(request, write, long=long))
     return response_of(content, media_type=media_type)

@@ -19,6 +19,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
 from cray_agents.runtime.disk.turns import TURN
 from cray_agents.runtime.gateway.http.auth import caller_of
@@ -130,6 +131,12 @@ async def aside(request: Request, work: Callable[[], T], **how: bool) -> T:
     return await works.run(caller_of(request).key_id, work, **how)
 
 
+async def until_left(receive: Receive) -> None:
+    """Return when the client has left; a body that was not read is dropped."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 async def await_or_disconnect(
     request: Request, ticket: "Ticket | None", work: Coroutine[Any, Any, T]
 ) -> T:
@@ -143,8 +150,7 @@ async def await_or_disconnect(
 
     async def watch() -> None:
         nonlocal gone
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
+        await until_left(request.receive)
         gone = True
         assert task is not None
         task.cancel()

@@ -86,30 +86,34 @@ class BodyTooLarge(BadInput):
     code = "body_too_large"
 
 
+#: The status of each kind of error; the first kind that fits counts.
+STATUSES: tuple[tuple[type[CrayError], int], ...] = (
+    (EngineTimeout, 504),
+    (EngineUnavailable, 503),
+    (EngineError, 502),
+    (NoController, 503),
+    (SetupError, 503),
+    (SchedulerError, 503),
+    (TooManyRequests, 429),
+    (BodyTooLarge, 413),
+    (BodyTimeout, 408),
+    (BadEncoding, 415),
+    (DiskFull, 507),
+    (Corrupt, 422),
+    (StoreError, 503),
+    (BadInput, 400),
+    (NotFound, 404),
+    (SwapError, 409),
+)
+
+
 def status_of(error: CrayError) -> int:
     """Return the HTTP status of an error."""
-    if isinstance(error, EngineTimeout):
-        return 504
-    if isinstance(error, EngineUnavailable | NoController | SetupError | SchedulerError):
-        return 503
-    if isinstance(error, EngineError):
-        return error.status if error.status in PASSED_ON else 502
     if isinstance(error, AccessDenied):
         return error.status
-    if isinstance(error, TooManyRequests):
-        return 429
-    if isinstance(error, BodyTooLarge):
-        return 413
-    if isinstance(error, BodyTimeout):
-        return 408
-    if isinstance(error, BadEncoding):
-        return 415
-    if isinstance(error, StoreError) and not isinstance(error, Corrupt):
-        return 507 if isinstance(error, DiskFull) else 503
-    for kind, status in ((BadInput, 400), (NotFound, 404), (SwapError, 409), (Corrupt, 422)):
-        if isinstance(error, kind):
-            return status
-    return 500
+    if type(error) is EngineError and error.status in PASSED_ON:
+        return error.status
+    return next((status for kind, status in STATUSES if isinstance(error, kind)), 500)
 
 
 def is_anthropic(scope: Scope) -> bool:
@@ -195,13 +199,13 @@ async def on_os_error(request: Request, error: Exception) -> Response:
     if error.errno not in FULL | AWAY:
         raise error
     log.error("%s %s: %s", request.method, request.scope["path"], error)
+    text, ours = os.strerror(error.errno or errno.EIO), StoreError
     if error.errno in AWAY:
-        text = os.strerror(error.errno or errno.EIO)
-        away = StoreError(f"{text}: the platform's root cannot be used now; ask again in a moment")
-        return await on_cray_error(request, away)
-    text = os.strerror(error.errno or errno.ENOSPC)
-    full = DiskFull(f"{text}: nothing was stored; free some of the platform's disk, send it again")
-    return await on_cray_error(request, full)
+        text += ": the platform's root cannot be used now; ask again in a moment"
+    else:
+        text += ": nothing was stored; free some of the platform's disk, send it again"
+        ours = DiskFull
+    return await on_cray_error(request, ours(text))
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:

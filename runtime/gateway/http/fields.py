@@ -6,7 +6,7 @@ what is not there.
 
 import re
 from collections.abc import Collection, Mapping
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
 
 from fastapi import Query
@@ -96,6 +96,7 @@ def names_in(text: str) -> list[str]:
 
 
 # ---- bodies and answers
+@dataclass(frozen=True, eq=False)
 class RecordSchema:
     """A mark of plain JSON that the document describes as a record, and the handler checks.
 
@@ -103,23 +104,17 @@ class RecordSchema:
     fields that are added.
     """
 
-    def __init__(
-        self,
-        record: type[BaseModel],
-        required: Collection[str] | None = None,
-        also: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:
-        self._record = record
-        self._required = required
-        self._also = also
+    record: type[BaseModel]
+    required: Collection[str] | None = None
+    also: Mapping[str, Any] = field(default_factory=dict)
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
         """Return a reference to the record's schema, as edited."""
-        made: dict[str, Any] = handler(self._record.__pydantic_core_schema__)
+        made: dict[str, Any] = handler(self.record.__pydantic_core_schema__)
         edited = handler.resolve_ref_schema(made)
-        if self._required is not None:
-            edited["required"] = sorted(self._required)
-        edited["properties"] = {**edited["properties"], **self._also}
+        if self.required is not None:
+            edited["required"] = sorted(self.required)
+        edited["properties"] = {**edited["properties"], **self.also}
         return made
 
 

@@ -8,8 +8,9 @@ report through the methods here. routes/platform.py serves GET /metrics.
 
 from collections import Counter as Counts
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily
@@ -25,13 +26,12 @@ MOST_CODES = 100  # error codes with a series of their own, ours and those of en
 GONE = "gone"  # status class of a client that left before the answer
 
 
-class _Series:
+class _Series(NamedTuple):
     """The series of one route, method and status, looked up once."""
 
-    def __init__(self, metrics: "Metrics", route: str, method: str, status: str) -> None:
-        self.count = metrics.requests.labels(route, method, status)
-        self.first_byte = metrics.first_byte_seconds.labels(route)
-        self.seconds = metrics.request_seconds.labels(route)
+    requests: Counter
+    first_byte: Histogram
+    seconds: Histogram
 
 
 class Metrics:
@@ -43,56 +43,39 @@ class Metrics:
     def __init__(self, gateway: str = "") -> None:
         self.gateway = gateway
         self.registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "cray_requests", "HTTP requests", ["route", "method", "status"], registry=registry
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        self.requests = counter("cray_requests", "HTTP requests", ["route", "method", "status"])
+        about = "Seconds from a request's head to the end of its answer"
+        self.request_seconds = histogram("cray_request_seconds", about, ["route"], buckets=SECONDS)
+        about = "Seconds from a request's head to the head of its answer"
+        self.first_byte_seconds = histogram(
+            "cray_first_byte_seconds", about, ["route"], buckets=SECONDS
         )
-        self.request_seconds = Histogram(
-            "cray_request_seconds",
-            "Seconds from a request's head to the end of its answer",
-            ["route"],
-            buckets=SECONDS,
-            registry=registry,
-        )
-        self.first_byte_seconds = Histogram(
-            "cray_first_byte_seconds",
-            "Seconds from a request's head to the head of its answer",
-            ["route"],
-            buckets=SECONDS,
-            registry=registry,
-        )
-        self.errors = Counter("cray_errors", "Errors by code", ["code"], registry=registry)
-        self.tokens = Counter(
-            "cray_tokens", "Tokens of recorded calls (prompt, sampled)", ["kind"], registry=registry
-        )
-        self.calls = Counter("cray_calls_recorded", "Model calls in the store", registry=registry)
-        self.swap_seconds = Histogram(
-            "cray_swap_seconds",
-            "Seconds until all replicas held new weights, or did not",
-            ["outcome"],
-            buckets=SWAP_SECONDS,
-            registry=registry,
-        )
+        self.errors = counter("cray_errors", "Errors by code", ["code"])
+        self.tokens = counter("cray_tokens", "Tokens of recorded calls (prompt, sampled)", ["kind"])
+        self.calls = counter("cray_calls_recorded", "Model calls in the store")
+        about = "Seconds until all replicas held new weights, or did not"
+        self.swap_seconds = histogram("cray_swap_seconds", about, ["outcome"], buckets=SWAP_SECONDS)
         self.model_calls = CallMetrics(registry)
         self._collectors: list[Collector] = []
         self._replica_states: Sequence[Mapping[str, Any]] = ()
         self.in_flight = 0  # HTTP requests in the gateway now
         self.sampled_tokens = 0  # of all recorded calls so far
         self._prompt, self._sampled = self.tokens.labels("prompt"), self.tokens.labels("sampled")
-        self._swapped = {good: self.swap_seconds.labels(_outcome(good)) for good in (True, False)}
+        self._swapped = {
+            good: self.swap_seconds.labels(outcome)
+            for good, outcome in ((True, "done"), (False, "failed"))
+        }
         self._series: dict[tuple[str, str, int], _Series] = {}
         self._codes: set[str] = set()
         self._states: set[str] = set(get_args(State))  # all are listed, also with 0
-        self._in_flight = Gauge("cray_requests_in_flight", "HTTP requests now", registry=registry)
-        self._places = Gauge(
-            "cray_admission_requests",
-            "Model requests by class (interactive, batch), inside at the engines or waiting",
-            ["class", "place"],
-            registry=registry,
-        )
-        self._capacity = Gauge(
-            "cray_admission_capacity", "Requests the engines take at once", registry=registry
-        )
-        self._replicas = Gauge("cray_replicas", "Replicas by state", ["state"], registry=registry)
+        self._in_flight = gauge("cray_requests_in_flight", "HTTP requests now")
+        about = "Model requests by class (interactive, batch), inside at the engines or waiting"
+        self._places = gauge("cray_admission_requests", about, ["class", "place"])
+        self._capacity = gauge("cray_admission_capacity", "Requests the engines take at once")
+        self._replicas = gauge("cray_replicas", "Replicas by state", ["state"])
 
     def add(self, collector: Collector) -> None:
         """Let `collect` also yield the metrics of a collector."""
@@ -116,8 +99,12 @@ class Metrics:
         kept = self._series.get(key)
         if kept is None:
             label = f"{status // 100}xx" if status else GONE
-            kept = self._series[key] = _Series(self, route, method, label)
-        kept.count.inc()
+            kept = self._series[key] = _Series(
+                self.requests.labels(route, method, label),
+                self.first_byte_seconds.labels(route),
+                self.request_seconds.labels(route),
+            )
+        kept.requests.inc()
         if status:
             kept.first_byte.observe(first)
         kept.seconds.observe(total)
@@ -162,7 +149,3 @@ def _task_failures() -> Metric:
     for name, failure in list(FAILURES.by_task.items()):
         family.add_metric([name], failure.number)
     return family
-
-
-def _outcome(good: bool) -> str:
-    return "done" if good else "failed"

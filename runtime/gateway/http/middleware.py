@@ -16,7 +16,9 @@ import time
 from typing import Any
 from urllib.parse import unquote
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -34,7 +36,7 @@ INTERNAL = "internal_error"
 MOST_REASON = 1000  # characters of a reason that the audit log keeps
 REQUEST_ID = "cray_agents.request_id"  # in the scope: the request's id, as the answer has it
 
-Headers = list[tuple[bytes, bytes]]
+HeaderPairs = list[tuple[bytes, bytes]]
 
 log = logging.getLogger(__name__)
 
@@ -70,12 +72,12 @@ class Middleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 first = time.perf_counter() - start
-                headers: Headers = [
+                headers: HeaderPairs = [
                     *message.get("headers", ()),
                     (b"x-request-id", request_id),
                     (b"openai-processing-ms", b"%d" % (first * 1000)),
                 ]
-                if _is_rate_limited(scope):
+                if getattr(scope.get("route"), "rate_limited", False):
                     headers += _rate_limit(self._admission)
                 message["headers"] = headers
                 if self._audit is not None and _is_audited(scope):
@@ -94,7 +96,10 @@ class Middleware:
             scope[ERROR_CODE] = INTERNAL
             if status:
                 raise
-            await _answer_500(scope, send_with_headers, error)
+            message = f"the gateway failed: {type(error).__name__}"
+            body = envelope(500, message, INTERNAL, scope=scope)
+            failed = Response(body, 500, media_type="application/json")
+            await failed(scope, receive, send_with_headers)
         finally:
             self._metrics.in_flight -= 1
             self._count(scope, status, first, time.perf_counter() - start)
@@ -112,11 +117,6 @@ def _template(scope: Scope) -> str:
     """Return the path template of the request's route, once that is known."""
     route = scope.get("route")
     return route.path if isinstance(route, Route) else OTHER
-
-
-def _is_rate_limited(scope: Scope) -> bool:
-    route = scope.get("route")
-    return isinstance(route, GatewayRoute) and route.rate_limited
 
 
 def _is_audited(scope: Scope) -> bool:
@@ -139,16 +139,9 @@ def _audit_fields(scope: Scope, status: int, request_id: bytes) -> dict[str, Any
         "path": scope["path"],
         "status": status,
         "request": request_id.decode(),
-        "reason": _reason(scope),
+        # of the caller, for the change: UTF-8 as in a URL
+        "reason": unquote(Headers(scope=scope).get("x-reason", ""))[:MOST_REASON],
     }
-
-
-def _reason(scope: Scope) -> str:
-    """Return the reason that a caller gave for a change: X-Reason, UTF-8 as in a URL."""
-    for name, value in scope["headers"]:
-        if name == b"x-reason":
-            return unquote(value.decode("latin-1"))[:MOST_REASON]
-    return ""
 
 
 def _with_timeout(receive: Receive, seconds: float) -> Receive:
@@ -172,7 +165,7 @@ def _with_timeout(receive: Receive, seconds: float) -> Receive:
     return timed
 
 
-def _rate_limit(admission: Admission) -> Headers:
+def _rate_limit(admission: Admission) -> HeaderPairs:
     room = admission.room()
     return [
         (b"x-ratelimit-limit-requests", b"%d" % room.limit),
@@ -195,11 +188,3 @@ def _request_id(scope: Scope) -> bytes:
         if name == b"x-request-id" and SANE_ID.fullmatch(value):
             return bytes(value)
     return new_id("req").encode()
-
-
-async def _answer_500(scope: Scope, send: Send, error: Exception) -> None:
-    message = f"the gateway failed: {type(error).__name__}"
-    body = envelope(500, message, INTERNAL, scope=scope)
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": 500, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

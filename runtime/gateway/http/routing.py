@@ -10,15 +10,18 @@ A module of `routes/` makes a `Router` and decorates its handlers:
 
 Three things follow: the route, the role check before the handler (auth.py), and the operation in
 /openapi.json. The handler's parameters are the path's, the query's and, as `body`, the JSON body:
-their types check and document them. Its name becomes the operation's name, the first line of its
-docstring the summary, the rest the description. The role has no default, so no route is open by
-oversight. Routes with `bare=True` skip FastAPI's handling and its cost: their handlers take the
-services and the request alone. Read next: fields.py, types of parameters; routes/; app.py.
+their types check and document them. A handler that only reads is no coroutine: a thread calls it
+(client_work.py), and the answer is what it returns, as `answer_read` writes it. Its name becomes
+the operation's name, the first line of its docstring the summary, the rest the description. The
+role has no default, so no route is open by oversight. Routes with `bare=True` skip FastAPI's
+handling and its cost: their handlers take the services and the request alone. Read next: fields.py,
+types of parameters; routes/; app.py.
 """
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias, TypedDict, Unpack
 
 from fastapi import Header
@@ -31,7 +34,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from cray_agents.runtime.gateway.http.auth import RequiredRole, RoleCheck
-from cray_agents.runtime.gateway.http.bodies import check_known, has_body, read_json, read_record
+from cray_agents.runtime.gateway.http.bodies import (
+    JSON,
+    answer_read,
+    check_known,
+    has_body,
+    read_json,
+    read_record,
+)
 from cray_agents.runtime.gateway.http.fields import Error, RunId
 
 IN_RUN = "/runs/{run_id}"  # the base URL of a run, before the paths that are served under it
@@ -57,7 +67,7 @@ FAILURES: dict[int | str, dict[str, Any]] = {
 BINARY: dict[str, Any] = {"type": "string", "contentMediaType": "application/octet-stream"}
 
 Method = Literal["GET", "POST", "DELETE"]
-Handler: TypeAlias = Callable[..., Awaitable[Response]]
+Handler: TypeAlias = Callable[..., Any]
 Decorator: TypeAlias = Callable[[Handler], Handler]
 
 
@@ -75,6 +85,7 @@ class RouteOptions(TypedDict, total=False):
     platform's own working, or of a training that one audited request began.
     local: a further gateway answers it itself (further_gateway.py), and forwards all others.
     own_query: the handler checks the names of the query's parameters itself.
+    long: the handler only reads, and many records.
     bare: see above; `body`, `headers` and `query` then document what the handler reads.
     """
 
@@ -88,6 +99,7 @@ class RouteOptions(TypedDict, total=False):
     audited: bool
     local: bool
     own_query: bool
+    long: bool
     bare: bool
     body: type[BaseModel]
     headers: type[BaseModel]
@@ -120,9 +132,15 @@ class GatewayRoute(APIRoute):
             extra["requestBody"] = {"content": {"multipart/form-data": {"schema": schema}}}
         media = {kind: {"schema": schema} for kind, schema in options.get("media", {}).items()}
         answer = options.get("answer")
+        if bare:
+            endpoint: Handler = _documented(path, options)
+        elif inspect.iscoroutinefunction(handler):
+            endpoint = handler
+        else:
+            endpoint = _reading(handler, next(iter(media), JSON), options.get("long", False))
         super().__init__(
             path,
-            _documented(path, options) if bare else handler,
+            endpoint,
             methods=[method],
             response_model=answer,
             responses=FAILURES | ({200: {"content": media}} if media else {}),
@@ -259,6 +277,21 @@ def _without_head(route: GatewayRoute) -> GatewayRoute:
     visible: GatewayRoute = copy(route)
     visible.methods = route.methods - {"HEAD"}
     return visible
+
+
+def _reading(read: Handler, media_type: str, long: bool) -> Handler:
+    """Return the coroutine that answers with what `read` returns."""
+    signature, keyword = inspect.signature(read), inspect.Parameter.KEYWORD_ONLY
+    takes = inspect.Parameter("request", keyword, annotation=Request)
+    own = "request" in signature.parameters
+
+    async def handle(request: Request, **given: Any) -> Response:
+        given |= {"request": request} if own else {}
+        return await answer_read(request, partial(read, **given), long=long, media_type=media_type)
+
+    parameters = [*signature.parameters.values(), *(() if own else (takes,))]
+    handle.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return handle
 
 
 def _documented(path: str, options: RouteOptions) -> Callable[..., None]:

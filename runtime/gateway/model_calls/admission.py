@@ -31,6 +31,7 @@ import random
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NamedTuple
 
@@ -52,6 +53,7 @@ class Room(NamedTuple):
     reset: float
 
 
+@dataclass(eq=False, slots=True)
 class Ticket:
     """A request's place: waiting, then inside, then released.
 
@@ -60,22 +62,16 @@ class Ticket:
     twice.
     """
 
-    __slots__ = (
-        *("_admission", "_begun", "_entered", "_extra", "_parked_since", "_slot"),
-        *("batch", "inside", "key", "model"),
-    )
-
-    def __init__(self, admission: "Admission", key: str, model: str, batch: bool) -> None:
-        self.key = key
-        self.model = model
-        self.batch = batch
-        self.inside = False
-        self._admission = admission
-        self._slot: asyncio.Future[None] | None = None  # while it waits
-        self._extra = False  # came during a swap: not counted against the bound
-        self._parked_since = 0.0  # set while no replica holds its model
-        self._begun = time.monotonic()
-        self._entered = 0.0
+    _admission: "Admission"
+    key: str
+    model: str
+    batch: bool
+    inside: bool = False
+    _slot: asyncio.Future[None] | None = None  # while it waits
+    _extra: bool = False  # came during a swap: not counted against the bound
+    _parked_since: float = 0.0  # set while no replica holds its model
+    _begun: float = field(default_factory=lambda: time.monotonic())
+    _entered: float = 0.0
 
     @property
     def waited(self) -> float:
@@ -98,8 +94,7 @@ class Ticket:
         self._admission._leave(self)
 
     async def __aenter__(self) -> "Ticket":
-        if not self.inside:
-            await self.wait()
+        await self.wait()
         return self
 
     async def __aexit__(
@@ -108,7 +103,7 @@ class Ticket:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._admission._leave(self)
+        self.release()
 
 
 class Admission:
@@ -131,8 +126,8 @@ class Admission:
         capacity: Callable[[], int] | int = 256,
         queue: Callable[[], int] | int = 1024,
         *,
-        serves: Callable[[str], bool] | None = None,
-        swapping: Callable[[], bool] | None = None,
+        serves: Callable[[str], bool] = lambda model: True,
+        swapping: Callable[[], bool] = lambda: False,
         trickle: float = 5.0,
         outage: Callable[[], float] | float = 120.0,
     ) -> None:
@@ -163,7 +158,7 @@ class Admission:
         Raises TooManyRequests and EngineUnavailable, also at once.
         """
         ticket = Ticket(self, key, model, batch)
-        if not self._is_served(model):
+        if not self._serves(model):
             if not batch:
                 parked = self._parked_by_key
                 self._check_room(ticket, parked.total(), parked[key], len(parked))
@@ -171,7 +166,7 @@ class Admission:
             return ticket
         if not self._waiting and not (batch and self._batch):
             taken = self._inside + (self.reserve if batch else 0)
-            if taken < self._now_capacity():
+            if taken < self.capacity:
                 self._let_in(ticket)
                 return ticket
         self._check_outage()
@@ -179,13 +174,8 @@ class Admission:
             mine = len(self._queues.get(key, ()))
             self._check_room(ticket, self._counted, mine, len(self._queues))
         self._join(ticket)
-        self._grant()
+        self.recheck()
         return ticket
-
-    @property
-    def capacity(self) -> int:
-        """Requests that the engines take at once."""
-        return self._now_capacity()
 
     @property
     def reserve(self) -> int:
@@ -228,15 +218,13 @@ class Admission:
         """Seconds that the last requests were inside, on average; 1 before the first one."""
         return 1.0 if self._mean_seconds is None else self._mean_seconds
 
-    def recheck(self) -> None:
-        """Let requests in now, after a change of capacity. The next poll would do so, too."""
-        self._grant()
-
     @property
     def _bound(self) -> int:
         return self._queue if isinstance(self._queue, int) else max(1, self._queue())
 
-    def _now_capacity(self) -> int:
+    @property
+    def capacity(self) -> int:
+        """Requests that the engines take at once; in an outage those before it."""
         if isinstance(self._capacity, int):
             return self._capacity
         now = self._capacity()
@@ -267,18 +255,15 @@ class Admission:
             before = seconds if self._mean_seconds is None else self._mean_seconds
             self._mean_seconds = before + _WEIGHT * (seconds - before)
             if self._waiting or self._batch or self._parked:
-                self._grant()
+                self.recheck()
         elif slot is not None:
             self._drop(ticket)
             slot.cancel()
 
-    def _is_served(self, model: str) -> bool:
-        return self._serves is None or self._serves(model)
-
     def _is_ready(self, ticket: Ticket) -> bool | None:
         """Tell whether a waiting ticket's model is served. On an error the ticket is out: None."""
         try:
-            return self._is_served(ticket.model)
+            return self._serves(ticket.model)
         except Exception as error:  # for its own request to raise, not for whoever left a slot
             if not isinstance(error, CrayError | OSError):
                 log.exception("%s was not looked up", ticket.model)
@@ -344,10 +329,11 @@ class Admission:
             if not mine:
                 del self._queues[ticket.key]
 
-    def _grant(self) -> None:
+    def recheck(self) -> None:
+        """Let requests in now, as after a change of capacity. The next poll would do so, too."""
         if self._parked:
             self._unpark()
-        free = self._now_capacity() - self._inside
+        free = self.capacity - self._inside
         while free > 0 and (ticket := self._next(free)) is not None:
             if ticket._slot is None or ticket._slot.done():  # cancelled, and about to leave
                 self._drop(ticket)
@@ -377,7 +363,7 @@ class Admission:
     def _tick(self) -> None:
         self._timer = None
         try:
-            self._grant()
+            self.recheck()
             self._refuse_late()
         finally:  # whatever a callback raised, who waits is looked at again
             if self._waiting or self._batch or self._parked:
@@ -410,7 +396,7 @@ class Admission:
         bound = self._bound
         if counted < bound or mine < max(1, bound // (keys + (not mine))):
             return
-        if self._swapping is not None and self._swapping():
+        if self._swapping():
             ticket._extra = True
             return
         least, most = RETRY_SECONDS
@@ -432,7 +418,7 @@ class Admission:
     def _check_outage(self) -> None:
         if self._dark_since is None or time.monotonic() - self._dark_since < self._outage:
             return
-        if self._swapping is not None and self._swapping():
+        if self._swapping():
             return
         raise EngineUnavailable(
             f"no replica has served for {time.monotonic() - self._dark_since:.0f} s; "

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
+from pydantic import StrictInt, StrictStr, TypeAdapter, ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
@@ -48,7 +48,7 @@ from cray_agents.runtime.gateway.model_calls.admission import Ticket
 from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi
 from cray_agents.runtime.gateway.model_calls.apis.chat import COMPLETIONS
 from cray_agents.runtime.gateway.model_calls.apis.responses import RESPONSES, complete_answer
-from cray_agents.runtime.gateway.model_calls.call import DATA, Call, choices_of
+from cray_agents.runtime.gateway.model_calls.call import DATA, Call, Piece, choices_of
 from cray_agents.runtime.gateway.model_calls.idempotency import (
     ReplayedAnswer,
     fingerprint,
@@ -56,7 +56,6 @@ from cray_agents.runtime.gateway.model_calls.idempotency import (
 )
 from cray_agents.runtime.gateway.model_calls.relay import (
     EventStream,
-    Piece,
     StreamRecorder,
     begin_span,
     end_span,
@@ -71,17 +70,19 @@ from cray_agents.runtime.store.conversations import Continuation, chain, chain_b
 KEY_LENGTH = 255  # characters of an Idempotency-Key
 MAX_TAGS, TAG_LENGTH = 32, 100  # tags of a run, characters of one
 OBJECT_FIELDS = ("stream_options", "structured_outputs")  # other types in the latter: 500 from vLLM
+EMBEDDED: TypeAdapter[Any] = TypeAdapter(StrictStr | list[StrictStr | StrictInt | list[StrictInt]])
 VERSION_INTERVAL = 1.0  # seconds between checks for the version that a request waits for
 
 
 class _CallRequest(NamedTuple):
     """The body of a call, and its parts. `hashes` is its `chain`, where that may lead to its run.
 
-    `before_error`: see `chain_before_error`.
+    `run`: as the client names it. `before_error`: see `chain_before_error`.
     """
 
     body: Body
     messages: list[Message]
+    run: str | None
     key: str | None
     fingerprint: str
     hashes: list[str]
@@ -94,15 +95,15 @@ async def answer_call(services: Services, request: Request, api: SamplingApi) ->
     read = partial(_read_request, services, request, api)
     call_request = await read_as(read, request, services.max_body)
     call = await _parse_call(services, api, request, call_request)
-    if _named_run(services, request) is not None:
-        await services.run_owners.check_call(caller_of(request), call.run_id)
     response: Response | None = None
     try:
         if call.key is not None:
             keys, prefix = services.idempotency_keys, api.id_prefix
             entry = await keys.enter(prefix, call.exchange.id, call.fingerprint)
             if isinstance(entry, ReplayedAnswer):
-                return _replay(call, entry)
+                headers = {"x-run-id": entry.run_id, "x-idempotent-replayed": "true"}
+                kind = "text/event-stream" if call.exchange.streams else "application/json"
+                return Response(entry.body, headers=headers, media_type=kind)
             call.in_flight, call.exchange.id = entry, entry.name
         response = await _answer(services, request, call)
         return response
@@ -115,9 +116,7 @@ async def _answer(services: Services, request: Request, call: Call) -> Response:
     model, live = call.exchange.request["model"], services.versions.live
     if call.api is RESPONSES:
         call.exchange.request["request_id"] = call.id
-    wanted = resolve_version(services, call.exchange, call.session)
-    ticket = take_ticket(services, request, model)
-    begin_span(services, request, call, named=_named_run(services, request) is not None)
+    wanted = _admit(services, request, call, call.session)
     last_event = call.api.last_event if call.exchange.streams else None
     answer = services.pool.answer(wanted, call.exchange)
     if call.api is RESPONSES:
@@ -125,11 +124,11 @@ async def _answer(services: Services, request: Request, call: Call) -> Response:
     answer = live.count_outcome(model, call.session, call.exchange, answer, last_event)
     headers = {"x-run-id": call.run_id}
     if not call.exchange.streams:
-        work = collect_answer(services, answer, ticket, wanted)
-        with failed_span(services, call, ticket):
-            content = await await_or_disconnect(request, ticket, work)
+        work = collect_answer(services, answer, call.ticket, wanted)
+        with failed_span(services, call):
+            content = await await_or_disconnect(request, call.ticket, work)
             # recorded from here on, even if the client leaves
-            content = await _record_answer(services, call, ticket, content)
+            content = await _record_answer(services, call, content)
         return response_of(content, headers=headers)
 
     async def record(events: bytes, cut: str | None, end: Piece) -> None:
@@ -137,9 +136,11 @@ async def _answer(services: Services, request: Request, call: Call) -> Response:
         if cut == "error" and data:
             services.metrics.error("stream_broken")  # one that never began is counted by its status
         if cut is None:
-            _count_stream(services, call, ticket, recorder.first_at)
+            begun, sampled = recorder.first_at, sum(len(s.token_ids) for s in call.exchange.samples)
+            times = begun - call.clock, time.perf_counter() - begun
+            services.metrics.model_calls.streamed(call.ticket.batch, *times, sampled)
         if cut is not None and not call.has_tokens and not data:
-            end_span(services, call, ticket, failure=cut)
+            end_span(services, call, failure=cut)
             return
         first = recorder.first_at - call.clock if recorder.first_at else None
 
@@ -147,28 +148,10 @@ async def _answer(services: Services, request: Request, call: Call) -> Response:
             with well_formed(f"the replica of {call.exchange.version}"):
                 return call.stream_events(events, cut, end)
 
-        await _record(services, call, ticket, make, len(events), first)
+        await _record(services, call, make, len(events), first)
 
-    def samples_event() -> bytes:
-        if not call.returns_samples:
-            return b""
-        head = orjson.dumps({"id": call.id, "model": call.exchange.version, "choices": []})
-        return b"data: " + head[:-1] + call.samples_member() + b"}\n\n"
-
-    def on_end() -> None:
-        ticket.release()
-        call.leave()
-
-    recorder = StreamRecorder(
-        wait_for_slot(services, ticket, wanted),
-        answer,
-        call.api.last_event,
-        call.choices,
-        samples_event,
-        record,
-        on_end,
-        services.keep_alive,
-    )
+    slot = wait_for_slot(services, call.ticket, wanted)
+    recorder = StreamRecorder(call, slot, answer, record, services.keep_alive)
     return EventStream(recorder, await recorder.first_piece(), headers)
 
 
@@ -182,21 +165,25 @@ async def start_call(
     read = partial(_read_request, services, request, api, body)
     call_request = await aside(request, read) if size_of(request) > INLINE else read()
     call = await _parse_call(services, api, request, call_request)
-    if _named_run(services, request) is not None:
-        await services.run_owners.check_call(caller_of(request), call.run_id)
-    wanted = resolve_version(services, call.exchange)
-    ticket = take_ticket(services, request, body["model"])
-    begin_span(services, request, call, named=_named_run(services, request) is not None)
+    wanted = _admit(services, request, call)
 
     async def work() -> bytes:
         answer = services.pool.answer(wanted, call.exchange)
-        with failed_span(services, call, ticket):
-            content = await collect_answer(services, answer, ticket, wanted)
-            return await _record_answer(services, call, ticket, content)
+        with failed_span(services, call):
+            content = await collect_answer(services, answer, call.ticket, wanted)
+            return await _record_answer(services, call, content)
 
     task = start_task("call", work(), call.id)
-    task.add_done_callback(lambda _: ticket.release())  # also if it never began
+    task.add_done_callback(lambda _: call.ticket.release())  # also if it never began
     return call, task
+
+
+def _admit(services: Services, request: Request, call: Call, session: str | None = None) -> Wanted:
+    """Resolve a call's version, and give it its ticket and its span."""
+    wanted = resolve_version(services, call.exchange, session)
+    call.ticket = take_ticket(services, request, call.exchange.request["model"])
+    begin_span(services, request, call)
+    return wanted
 
 
 async def collect_answer(
@@ -230,7 +217,7 @@ async def wait_for_slot(services: Services, ticket: Ticket, wanted: Wanted) -> N
             slot.cancel()
 
 
-async def _record_answer(services: Services, call: Call, ticket: Ticket, content: bytes) -> bytes:
+async def _record_answer(services: Services, call: Call, content: bytes) -> bytes:
     """Record the engine's answer and return the client's version of it."""
 
     def make() -> list[Event]:
@@ -241,14 +228,13 @@ async def _record_answer(services: Services, call: Call, ticket: Ticket, content
                 content = content[: content.rindex(b"}")] + call.samples_member() + b"}"
             return call.answer_events(answer, content)
 
-    await _record(services, call, ticket, make, len(content))
+    await _record(services, call, make, len(content))
     return content
 
 
 async def _record(
     services: Services,
     call: Call,
-    ticket: Ticket,
     make: Callable[[], list[Event]],
     size: int,
     first: float | None = None,
@@ -259,17 +245,15 @@ async def _record(
     made in a thread; they too are written if this is cancelled.
     """
     large = size + call.exchange.size * call.choices > INLINE
-    writing = _write(services, call, ticket, make, first, large=large)
+    writing = _write(services, call, make, first, large)
     await (asyncio.shield(start_task("record of a call", writing)) if large else writing)
 
 
 async def _write(
     services: Services,
     call: Call,
-    ticket: Ticket,
     make: Callable[[], list[Event]],
     first: float | None,
-    *,
     large: bool,
 ) -> None:
     control_tokens = services.control_tokens
@@ -283,7 +267,7 @@ async def _write(
         return events, sum(bool(call["function"].get("arguments")) for call in calls)
 
     if large:
-        events, malformed = await services.work.run(ticket.key, read, ends=False)
+        events, malformed = await services.work.run(call.ticket.key, read, ends=False)
     else:
         events, malformed = read()
     begun = time.perf_counter()
@@ -297,19 +281,13 @@ async def _write(
     prompt = sum(len(sample.prompt_token_ids) for sample in samples)
     sampled = sum(len(sample.token_ids) for sample in samples)
     services.metrics.recorded(prompt, sampled, len(events))
-    finish = events[0].body["finish_reason"]
+    finish, ticket = events[0].body["finish_reason"], call.ticket
     version, tokens = call.exchange.version, (prompt, sampled)
     services.metrics.model_calls.count(
         version, call.owner, ticket.batch, finish, tokens, ticket.waited, malformed
     )
-    end = partial(end_span, services, call, ticket, events[0], first=first)
+    end = partial(end_span, services, call, events[0], first=first)
     await asyncio.to_thread(end) if large else end()
-
-
-def _count_stream(services: Services, call: Call, ticket: Ticket, first_at: float) -> None:
-    sampled = sum(len(sample.token_ids) for sample in call.exchange.samples)
-    first, rest = first_at - call.clock, time.perf_counter() - first_at
-    services.metrics.model_calls.streamed(ticket.batch, first, rest, sampled)
 
 
 def check_fields(api: SamplingApi, body: Body) -> list[Message]:
@@ -352,21 +330,20 @@ def _read_request(
             f"taken, and {MAX_RECORDED:,} bytes in all, for each is recorded with its request",
             param="n",
         )
-    caller = caller_of(request).key_id
+    caller, run = caller_of(request).key_id, _named_run(services, request)
     hashes: list[str] = []
     before: list[str] = []
-    if api is not COMPLETIONS and _named_run(services, request) is None:
+    if api is not COMPLETIONS and run is None:
         hashes, before = chain(messages, caller), chain_before_error(messages, caller)
     continued = services.several_gateways and _is_continued(messages)
-    return _CallRequest(
-        body, messages, *_parse_key(request, caller, api, body), hashes, before, continued
-    )
+    key = _parse_key(request, caller, api, body)
+    return _CallRequest(body, messages, run, *key, hashes, before, continued)
 
 
 async def _parse_call(
     services: Services, api: SamplingApi, request: Request, call_request: _CallRequest
 ) -> Call:
-    """Return the request as a call."""
+    """Return the request as a call. Raises AccessDenied for a run of another key."""
     body = call_request.body
     returns_samples = body.pop("return_samples", None) is True
     if returns_samples and not body.get("top_logprobs"):  # other servers' names for nearly the same
@@ -378,6 +355,8 @@ async def _parse_call(
     )
     known, conversation_hash = await _find_run(services, request, call_request)
     run_id = known.run_id if isinstance(known, Continuation) else known
+    if call_request.run is not None:
+        await services.run_owners.check_call(caller_of(request), run_id)
     exchange.conversation = request.headers.get("x-session-id", "")[:TAG_LENGTH] or run_id
     return Call(
         api,
@@ -387,6 +366,7 @@ async def _parse_call(
         session=_session(request, body) or run_id,
         conversation_hash=conversation_hash,
         continuation=known if isinstance(known, Continuation) else None,
+        named=call_request.run is not None,
         retry=request.headers.get("x-stainless-retry-count", "0") != "0",
         key=call_request.key,
         fingerprint=call_request.fingerprint,
@@ -398,7 +378,7 @@ async def _parse_call(
 
 def _named_run(services: Services, request: Request) -> str | None:
     """Return the run that the client names: by its URL, by X-Run-Id, or by a header of its own."""
-    named = request.path_params.get("run_id") or request.headers.get("x-run-id")
+    named: str | None = request.path_params.get("run_id") or request.headers.get("x-run-id")
     if named is None and services.run_headers:
         headers = request.headers
         named = next((headers[name] for name in services.run_headers if name in headers), None)
@@ -409,15 +389,14 @@ async def _find_run(
     services: Services, request: Request, call_request: _CallRequest
 ) -> tuple[Continuation | str, str | None]:
     """Return what a request continues or its run, and the hash by which the next will find it."""
-    run_id = _named_run(services, request)
-    if run_id is not None:
+    if (run_id := call_request.run) is not None:
         if not ID.fullmatch(run_id):
             own = next((n for n in services.run_headers if request.headers.get(n) == run_id), None)
             raise BadInput(
                 f"{run_id[:200]!r} cannot name a run: letters, digits and '._:@-', at most 200",
                 param=own or "X-Run-Id",
             )
-        return str(run_id), None
+        return run_id, None
     if not call_request.hashes:  # a completion is no conversation
         return new_id("run"), None
     find = partial(
@@ -499,29 +478,15 @@ def take_ticket(services: Services, request: Request, model: str) -> Ticket:
     return services.admission.enter(caller.key_id, batch, model)
 
 
-def _replay(call: Call, answer: ReplayedAnswer) -> Response:
-    media_type = "text/event-stream" if call.exchange.streams else "application/json"
-    headers = {"x-run-id": answer.run_id, "x-idempotent-replayed": "true"}
-    return Response(answer.body, headers=headers, media_type=media_type)
-
-
 def check_embedded(body: Body) -> None:
     """Raise BadInput for an `input` that is no text, no tokens, and no list of these."""
     given = body.get("input")
-    if isinstance(given, str):
-        return
-    if not isinstance(given, list) or not all(
-        isinstance(one, str)
-        or _is_token(one)
-        or (isinstance(one, list) and all(map(_is_token, one)))
-        for one in given
-    ):
-        raise BadInput("input must be a text, token ids, or a list of these", param="input")
+    try:
+        EMBEDDED.validate_python(given)
+    except ValidationError:
+        why = "input must be a text, token ids, or a list of these"
+        raise BadInput(why, param="input") from None
     check_texts("input", given)
-
-
-def _is_token(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 async def pass_through(
@@ -545,7 +510,6 @@ async def pass_through(
         return body
 
     body = await read_as(checked, request, services.max_body)
-    model = body["model"]
     body.pop("stream", None)
     exchange = EngineCall(path, body, new_id("x")[2:], capture=False, size=size_of(request))
     wanted = resolve_version(services, exchange)
@@ -553,16 +517,22 @@ async def pass_through(
         folder = services.home.checkpoint(services.registry.resolve(exchange.version).checkpoint)
         if await asyncio.to_thread(only_generates, folder):  # before a replica is started for it
             raise _unsupported(exchange.version, path)
-    ticket = take_ticket(services, request, model)
+    ticket = take_ticket(services, request, body["model"])
     try:
-        answer = services.pool.answer(wanted, exchange)
-        work = collect_answer(services, answer, ticket, wanted)
-        content = await await_or_disconnect(request, ticket, work)
+        return response_of(await ask_engine(services, request, ticket, exchange, wanted))
     except EngineError as error:
         if error.status in (404, 405, 501):  # vLLM has no route that its model cannot serve
             raise _unsupported(exchange.version, path) from error
         raise
-    return response_of(content)
+
+
+async def ask_engine(
+    services: Services, request: Request, ticket: Ticket, exchange: EngineCall, wanted: Wanted
+) -> bytes:
+    """Return the engine's answer to what is not recorded, unless the client leaves."""
+    answer = services.pool.answer(wanted, exchange)
+    work = collect_answer(services, answer, ticket, wanted)
+    return await await_or_disconnect(request, ticket, work)
 
 
 def only_generates(checkpoint: Path) -> bool:

@@ -15,8 +15,10 @@ from cray_agents.errors import CrayError
 from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.records import Event, Message, new_id
 from cray_agents.runtime.gateway.http.error_envelope import LONGEST, without_paths
+from cray_agents.runtime.gateway.model_calls.admission import Ticket
 from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi
 from cray_agents.runtime.gateway.model_calls.idempotency import (
+    SAMPLE_FIELDS,
     InFlightKey,
     replay_of,
     samples_member,
@@ -31,7 +33,7 @@ NOT_SAMPLING = {"model", "stream", "stream_options", "request_id"}
 #: Anthropic's stop reasons -> OpenAI's finish reasons.
 STOP_REASONS = {"end_turn": "stop", "max_tokens": "length", "tool_use": "tool_calls"}
 DATA = b"data: {"  # beginning of the line of an event that carries an object
-End = bytes | CrayError | None  # a stream's bytes, if it was whole, or the error that ended it
+Piece = bytes | CrayError | None  # of a stream: whole events; the error that ended it; the end
 
 
 @dataclass
@@ -40,9 +42,10 @@ class Call:
 
     A canary keeps the calls of one `session` on one side. With `returns_samples` the answer also
     carries the exact tokens, as `samples`. `conversation_hash` is set where the conversation leads
-    to its run, and `continuation` where it found one; see store/conversations.py. `retry`: the
-    client's library says that it repeats a request. `in_flight`: see idempotency.py. `owner`: see
-    ownership.py. `trace`: its span, if any are sent.
+    to its run, and `continuation` where it found one; see store/conversations.py. `named`: the
+    client named the run. `retry`: the client's library says that it repeats a request.
+    `in_flight`: see idempotency.py. `owner`: see ownership.py. `trace`: its span, if any are sent.
+    `ticket`: its place in the queue, once it is let in there.
     """
 
     api: SamplingApi
@@ -52,6 +55,7 @@ class Call:
     session: str
     conversation_hash: str | None = None
     continuation: Continuation | None = None
+    named: bool = False
     retry: bool = False
     in_flight: InFlightKey | None = None
     key: str | None = None
@@ -62,6 +66,7 @@ class Call:
     trace: "CallTrace | None" = None
     started: float = field(default_factory=time.time)
     clock: float = field(default_factory=time.perf_counter)
+    ticket: Ticket = field(init=False)
 
     @property
     def id(self) -> str:
@@ -93,27 +98,28 @@ class Call:
 
     def samples_member(self) -> bytes:
         """Return the answer's JSON member `samples`, with a comma before it."""
-        return samples_member(
-            {
-                "prompt_token_ids": s.prompt_token_ids,
-                "token_ids": s.token_ids,
-                "logprobs": s.logprobs,
-            }
-            for s in self.exchange.samples
-        )
+        samples = self.exchange.samples
+        return samples_member({name: getattr(s, name) for name in SAMPLE_FIELDS} for s in samples)
+
+    def samples_event(self) -> bytes:
+        """Return the event of a stream that carries `samples`; nothing if they are not wanted."""
+        if not self.returns_samples:
+            return b""
+        head = orjson.dumps({"id": self.id, "model": self.exchange.version, "choices": []})
+        return b"data: " + head[:-1] + self.samples_member() + b"}\n\n"
 
     def answer_events(self, answer: Body, reply: bytes) -> list[Event]:
         """Return the events of a call that was answered in one piece."""
         return self._events(self.api.parse_answer(answer), [answer], None, reply)
 
-    def stream_events(self, stream: bytes, cut: str | None, end: End) -> list[Event]:
+    def stream_events(self, stream: bytes, cut: str | None, end: Piece) -> list[Event]:
         """Return the events of a streamed call; `cut` is the reason if the stream broke off."""
         data = _parse_data(stream)
         samples = len(self.exchange.samples) or self.choices
         return self._events(self.api.parse_stream(data, samples), data, cut, end)
 
     def _events(
-        self, messages: Sequence[Message], data: Sequence[Body], cut: str | None, end: End
+        self, messages: Sequence[Message], data: Sequence[Body], cut: str | None, end: Piece
     ) -> list[Event]:
         """Return an event per sampled sequence. `messages` belong to the last sequences."""
         samples = self.exchange.samples or [SampledSequence([], [], []) for _ in messages]

@@ -7,6 +7,7 @@ this object and acts on the verdicts. Read next: runtime/registry/canary.py, the
 
 import asyncio
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
@@ -18,7 +19,7 @@ from cray_agents.records import CLEAR, SCAN, ModelVersion, reward_of_givers
 from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.registry.canary import Canary, Side, Verdict
-from cray_agents.runtime.registry.registry import Registry
+from cray_agents.runtime.registry.registry import ModelEvent, Registry
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.index import RunFacts
 
@@ -44,8 +45,67 @@ async def tell_outcome(
     note(exchange.version, failed=not whole)
 
 
-class CanaryTraffic:
-    """The running canaries, by name.
+class LiveCanaries(ABC):
+    """The running canaries, by name: the versions of live sessions, and the outcomes of answers."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._canaries: dict[str, Canary] = {}
+
+    def canary(self, name: str) -> Canary | None:
+        """Return the canary that runs under a name. Raises NotFound for a name without versions."""
+        start = self._registry.canary(name)
+        if start is None:
+            self._canaries.pop(name, None)
+            return None
+        canary = self._canaries.get(name)
+        if canary is None or canary.start != start:
+            canary = self._canaries[name] = self._begin(start)
+        return canary
+
+    def resolve(self, model: str, session: str) -> ModelVersion:
+        """Return the version that a model means now, in a session. Raises NotFound."""
+        version = self._registry.resolve(model)
+        if version.id == model or (canary := self.canary(model)) is None:
+            return version
+        drawn = self._takes_sessions(canary) and canary.draws(session)
+        return self._registry.resolve(canary.version) if drawn else version
+
+    def count_outcome(
+        self,
+        model: str,
+        session: str,
+        exchange: EngineCall,
+        pieces: Pieces,
+        last_event: bytes | None,
+    ) -> Pieces:
+        """Return the same pieces and, if a canary runs, count whether they end well.
+
+        A stream ended well if it contains `last_event`, which is None for other answers.
+        """
+        if model not in self._canaries:
+            return pieces
+        note = partial(self.note_outcome, model, session)
+        return tell_outcome(note, exchange, pieces, last_event)
+
+    def _begin(self, start: ModelEvent) -> Canary:
+        return Canary(start)
+
+    @abstractmethod
+    def _takes_sessions(self, canary: Canary) -> bool:
+        """Tell whether a canary may answer now."""
+
+    @abstractmethod
+    def note_outcome(self, model: str, session: str, version: str, *, failed: bool) -> None:
+        """Count the outcome of an answer."""
+
+    @abstractmethod
+    async def note_reward(self, run_id: str) -> None:
+        """Count the reward of a live run."""
+
+
+class CanaryTraffic(LiveCanaries):
+    """The running canaries, whose outcomes are judged here.
 
     Args:
         on_unstaged: called for a canary that has had no replica since this process began.
@@ -60,68 +120,33 @@ class CanaryTraffic:
         on_unstaged: Callable[[Canary], None],
         on_verdict: Callable[[Canary, Verdict, str], None],
     ) -> None:
+        super().__init__(registry)
         self._home = home
         self._store = store
-        self._registry = registry
         self._on_unstaged = on_unstaged
         self._on_verdict = on_verdict
-        self._canaries: dict[str, Canary] = {}
         self._loaded_all = False
         self._tasks = BackgroundTasks()
         self._saving = False
 
-    def canary(self, name: str) -> Canary | None:
-        """Return the canary that runs under a name. Raises NotFound for a name without versions."""
-        start = self._registry.canary(name)
-        if start is None:
-            if self._canaries:
-                self._canaries.pop(name, None)
-            return None
-        canary = self._canaries.get(name)
-        if canary is None or canary.start != start:
-            canary = self._canaries[name] = Canary.load(self._home, start)
-            self._on_unstaged(canary)
-            self._start_saving()
+    def _begin(self, start: ModelEvent) -> Canary:
+        canary = Canary.load(self._home, start)
+        self._on_unstaged(canary)
+        if not self._saving:
+            self._saving = True
+            self._tasks.keep("canary counts", self._keep_saving)
         return canary
 
-    def resolve(self, model: str, session: str) -> ModelVersion:
-        """Return the version that a model means now, in a session. Raises NotFound."""
-        version = self._registry.resolve(model)
-        if version.id == model:
-            return version
-        canary = self.canary(model)
-        if canary is None or not canary.staged or canary.decided == "roll back":
-            return version
-        return self._registry.resolve(canary.version) if canary.draws(session) else version
-
-    def count_outcome(
-        self,
-        model: str,
-        session: str,
-        exchange: EngineCall,
-        pieces: Pieces,
-        last_event: bytes | None,
-    ) -> Pieces:
-        """Return the same pieces and, if a canary runs, count whether they end well.
-
-        A stream ended well if it contains `last_event`, which is None for other answers.
-        """
-        if not self._canaries or model not in self._canaries:
-            return pieces
-        note = partial(self._note_answer, self._canaries[model], session)
-        return tell_outcome(note, exchange, pieces, last_event)
-
-    def _note_answer(self, canary: Canary, session: str, version: str, *, failed: bool) -> None:
-        side = self._side(canary, {version})
-        if side is not None:
-            canary.add_answer(session, side, failed=failed)
-            self._judge(canary)
+    def _takes_sessions(self, canary: Canary) -> bool:
+        return canary.staged and canary.decided != "roll back"
 
     def note_outcome(self, model: str, session: str, version: str, *, failed: bool) -> None:
-        """Count the outcome of an answer that another gateway gave."""
+        """Count the outcome of an answer, of this gateway or another."""
         with contextlib.suppress(NotFound):
-            if (canary := self.canary(model)) is not None:
-                self._note_answer(canary, session, version, failed=failed)
+            canary = self.canary(model)
+            if canary is not None and (side := self._side(canary, {version})) is not None:
+                canary.add_answer(session, side, failed=failed)
+                self._judge(canary)
 
     async def note_reward(self, run_id: str) -> None:
         """Count the reward of a live run, if it has one, and what scanners found in it.
@@ -173,11 +198,6 @@ class CanaryTraffic:
             if verdict != "continue":
                 canary.decided = verdict
                 self._on_verdict(canary, verdict, reason)
-
-    def _start_saving(self) -> None:
-        if not self._saving:
-            self._saving = True
-            self._tasks.keep("canary counts", self._keep_saving)
 
     async def _keep_saving(self) -> None:
         while self._canaries:

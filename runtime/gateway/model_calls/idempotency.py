@@ -23,13 +23,14 @@ from cray_agents.exact_json import dump_json
 from cray_agents.runtime.disk.host_lock import HostLock
 from cray_agents.runtime.store import Store
 
+SAMPLE_FIELDS = ("prompt_token_ids", "token_ids", "logprobs")
 _LOCK_INTERVAL = 0.02  # seconds between two looks if another gateway's request has ended
 
 
 def samples_member(samples: Iterable[dict[str, Any]]) -> bytes:
     """Return an answer's JSON member `samples`, with a comma before it, from calls' bodies."""
-    names = ("prompt_token_ids", "token_ids", "logprobs")
-    return b',"samples":' + orjson.dumps([{name: each[name] for name in names} for each in samples])
+    rows = [{name: each[name] for name in SAMPLE_FIELDS} for each in samples]
+    return b',"samples":' + orjson.dumps(rows)
 
 
 def replay_of(reply: bytes, call: dict[str, Any]) -> dict[str, Any]:

@@ -20,16 +20,15 @@ from starlette.types import Receive, Scope, Send
 from cray_agents.errors import CrayError, NotFound
 from cray_agents.records import Event
 from cray_agents.runtime.background import start_task
+from cray_agents.runtime.gateway.http.client_work import until_left
 from cray_agents.runtime.gateway.http.error_envelope import error_event
-from cray_agents.runtime.gateway.model_calls.admission import Ticket
-from cray_agents.runtime.gateway.model_calls.call import Call
+from cray_agents.runtime.gateway.model_calls.call import Call, Piece
 from cray_agents.runtime.gateway.services import Services
 
 KEEP_ALIVE = b": keep-alive\n\n"
 # what tells a client that a sequence has ended; JSON escapes quotes and newlines within strings
 _FINISH = re.compile(rb'"finish_reason":"|^event: message_delta$', re.MULTILINE)
 
-Piece = bytes | CrayError | None  # whole events; the error that ended them; the end
 Record = Callable[[bytes, str | None, Piece], Awaitable[None]]
 
 
@@ -37,38 +36,30 @@ class StreamRecorder:
     """A stream on its way: its events are queued for the client and recorded at their end.
 
     Args:
-        slot: waits for the request's place at the engines.
+        call: ended with the stream, whatever happens, and its ticket released.
+        slot: waits for the call's place at the engines.
         pieces: the engine's events.
-        last_event: beginning of the event that ends the stream.
-        choices: the number of sequences that it has.
-        samples_event: returns an event to send before the last one, or nothing.
         record: takes the stream's events, the reason if it was cut off, and its bytes or its error.
-        on_end: called once, whatever happens.
         keep_alive: seconds of silence after which a comment line is sent.
     """
 
     def __init__(
         self,
+        call: Call,
         slot: Awaitable[None],
         pieces: AsyncGenerator[bytes, None],
-        last_event: bytes,
-        choices: int,
-        samples_event: Callable[[], bytes],
         record: Record,
-        on_end: Callable[[], None],
         keep_alive: float,
     ) -> None:
+        self._call = call
         self._slot = slot
         self._pieces = pieces
-        self._last_event = last_event
-        self._unfinished = choices
-        self._samples_event = samples_event
+        self._unfinished = call.choices
         self._record = record
         self._seen: list[bytes] = []
         self.first_at = 0.0  # when the engine's first events came, by time.perf_counter
         self._ready: deque[Piece] = deque()
         self._wake = asyncio.Event()
-        self._on_end = on_end
         self._keep_alive = keep_alive
         self._quiet = True  # since the last beat
         self._timer = asyncio.get_running_loop().call_later(keep_alive, self._beat)
@@ -122,7 +113,8 @@ class StreamRecorder:
 
     def _end(self, task: "asyncio.Task[None]") -> None:
         self._timer.cancel()
-        self._on_end()
+        self._call.ticket.release()
+        self._call.leave()
 
     async def _read(self) -> None:
         cut: str | None = None
@@ -131,8 +123,8 @@ class StreamRecorder:
         try:
             try:
                 last = await self._forward()
-                if (at := last.find(self._last_event)) >= 0:
-                    end = last[:at] + self._samples_event() + last[at:]
+                if (at := last.find(self._call.api.last_event)) >= 0:
+                    end = last[:at] + self._call.samples_event() + last[at:]
                 else:  # ended by the engine's own error event
                     cut, end = "error", last or None
             except asyncio.CancelledError:
@@ -177,7 +169,7 @@ class StreamRecorder:
             if not self._unfinished:
                 head, end, _ = piece[: match.start()].rpartition(b"\n\n")
                 return len(head + end)
-        return piece.find(self._last_event)
+        return piece.find(self._call.api.last_event)
 
 
 class EventStream(Response):
@@ -208,23 +200,21 @@ class EventStream(Response):
             self._recorder.stop()
 
     async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await until_left(receive)
         self._recorder.stop()
 
 
-def begin_span(services: Services, request: Request, call: Call, *, named: bool) -> None:
-    """Give a call its place in a trace. `named`: the client named the run."""
+def begin_span(services: Services, request: Request, call: Call) -> None:
+    """Give a call its place in a trace."""
     if services.traces is not None:
         traceparent = request.headers.get("traceparent")
-        call.trace = services.traces.begin(traceparent, call.run_id, named=named)
+        call.trace = services.traces.begin(traceparent, call.run_id, named=call.named)
         call.exchange.traceparent = call.trace.traceparent
 
 
 def end_span(
     services: Services,
     call: Call,
-    ticket: Ticket,
     event: Event | None = None,
     *,
     first: float | None = None,
@@ -253,7 +243,7 @@ def end_span(
         body,
         str(exchange.request["model"]),
         job=job,
-        waited=ticket.waited,
+        waited=call.ticket.waited,
         began=exchange.began,
         first=first,
         failure=None if failure is None else (failure, ""),
@@ -262,11 +252,11 @@ def end_span(
 
 
 @contextmanager
-def failed_span(services: Services, call: Call, ticket: Ticket) -> Iterator[None]:
+def failed_span(services: Services, call: Call) -> Iterator[None]:
     """Send a call's spans if the block raises."""
     try:
         yield
     except BaseException as error:  # also of a client that leaves
         code = error.code if isinstance(error, CrayError) else None
-        end_span(services, call, ticket, failure=code or type(error).__name__)
+        end_span(services, call, failure=code or type(error).__name__)
         raise

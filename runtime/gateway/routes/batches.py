@@ -20,7 +20,7 @@ from cray_agents.runtime.batches.queue import BatchQueue
 from cray_agents.runtime.files.files import ExpiresAfter, Files
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
-from cray_agents.runtime.gateway.http.bodies import answer_read, json_response, page
+from cray_agents.runtime.gateway.http.bodies import json_response, page
 from cray_agents.runtime.gateway.http.fields import (
     ID,
     ID_PATTERN,
@@ -98,19 +98,16 @@ async def retrieve_batch(services: Current, batch_id: BatchId) -> Response:
 
 
 @router.get("/v1/batches/{batch_id}/errors", Role.use, answer=BatchErrors)
-async def list_batch_errors(
+def list_batch_errors(
     services: Current,
-    request: Request,
     batch_id: BatchId,
     examples: Annotated[int, Query(ge=0, le=MOST_EXAMPLES)] = 3,
-) -> Response:
+) -> dict[str, Any]:
     """Count a batch's failed lines by code, with the first examples of each.
 
     Of a batch that goes on, the chunks that are done count.
     """
-    return await answer_read(
-        request, lambda: batch_errors(services.batches, services.files, batch_id, examples)
-    )
+    return batch_errors(services.batches, services.files, batch_id, examples)
 
 
 @router.post("/v1/batches/{batch_id}/cancel", Role.use, answer=Batch, fails="400 invalid_status")

@@ -2,7 +2,6 @@
 
 import asyncio
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +15,7 @@ from cray_agents.runtime.datasets import reader
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import may_name
-from cray_agents.runtime.gateway.http.bodies import answer_read, json_response, page
+from cray_agents.runtime.gateway.http.bodies import json_response, page
 from cray_agents.runtime.gateway.http.fields import After, Count, DatasetId, Limit, ListPage, named
 from cray_agents.runtime.gateway.http.routing import Router
 from cray_agents.runtime.gateway.services import Current, vocabulary_of
@@ -46,20 +45,12 @@ LastRun = Annotated[str | None, Query(description="The last run of the page befo
 router = Router("Training")
 
 
-@router.get("/v1/datasets", Role.train, answer=ListPage[ListedDataset])
-async def list_datasets(
-    services: Current, request: Request, limit: Limit = 20, after: After = None
-) -> Response:
+@router.get("/v1/datasets", Role.train, answer=ListPage[ListedDataset], long=True)
+def list_datasets(services: Current, limit: Limit = 20, after: After = None) -> dict[str, Any]:
     """List the training sets, newest first."""
-
-    def read() -> dict[str, Any]:
-        listing = reader.list_datasets(services.home, after=after, limit=limit)
-        rows = [
-            {name: each.get(name) for name in ListedDataset.model_fields} for each in listing.rows
-        ]
-        return page(rows, listing.has_more, damaged=listing.damaged)
-
-    return await answer_read(request, read, long=True)
+    listing = reader.list_datasets(services.home, after=after, limit=limit)
+    rows = [{name: each.get(name) for name in ListedDataset.model_fields} for each in listing.rows]
+    return page(rows, listing.has_more, damaged=listing.damaged)
 
 
 @router.post(
@@ -85,24 +76,22 @@ async def build_dataset(services: Current, request: Request, body: DatasetRecipe
     return json_response({name: manifest.get(name) for name in DatasetSummary.model_fields})
 
 
-@router.get("/v1/datasets/diff", Role.train, answer=DatasetDifferences, fails="404 not_found")
-async def diff_datasets(
-    services: Current, request: Request, a: One, b: Other, bins: Bins = 24
-) -> Response:
+@router.get(
+    "/v1/datasets/diff", Role.train, answer=DatasetDifferences, fails="404 not_found", long=True
+)
+def diff_datasets(services: Current, a: One, b: Other, bins: Bins = 24) -> Any:
     """Tell how two training sets differ: runs, reasons, recipes, counts and distributions.
 
     A run is the same by its id, a demonstration by its messages.
     """
-    read = partial(dataset_differences, services.home, a, b, bins)
-    return await answer_read(request, read, long=True)
+    return dataset_differences(services.home, a, b, bins)
 
 
 @router.get(
     "/v1/datasets/diff/runs", Role.train, answer=ListPage[ChangedRun], fails="404 not_found"
 )
-async def list_changed_runs(
+def list_changed_runs(
     services: Current,
-    request: Request,
     a: One,
     b: Other,
     change: Annotated[
@@ -110,26 +99,24 @@ async def list_changed_runs(
     ] = None,
     limit: Limit = 100,
     after: LastRun = None,
-) -> Response:
+) -> dict[str, Any]:
     """List the runs that two training sets treat differently, by id."""
-    read_page = partial(changed_runs, services.home, a, b, change, after, limit)
-    return await answer_read(request, lambda: page(*read_page(), "run"))
+    return page(*changed_runs(services.home, a, b, change, after, limit), "run")
 
 
 @router.get("/v1/datasets/{dataset_id}", Role.train, answer=DatasetSummary)
-async def retrieve_dataset(services: Current, request: Request, dataset_id: DatasetId) -> Response:
+def retrieve_dataset(services: Current, dataset_id: DatasetId) -> dict[str, Any]:
     """Return a training set's manifest.
 
     Beyond the summary it has `tokens`, `splits`, `versions`, `demonstrations`, `recipe`, `loop`,
     `step`, and `files` with the sha256, bytes and rows of each.
     """
-    return await answer_read(request, partial(reader.read_dataset, services.home, dataset_id))
+    return reader.read_dataset(services.home, dataset_id)
 
 
 @router.get("/v1/datasets/{dataset_id}/runs", Role.train, answer=ListPage[ConsideredRow])
-async def list_dataset_runs(
+def list_dataset_runs(
     services: Current,
-    request: Request,
     dataset_id: DatasetId,
     accepted: Annotated[bool | None, Query(description="Only the runs in, or out.")] = None,
     reason: Annotated[
@@ -137,35 +124,25 @@ async def list_dataset_runs(
     ] = None,
     limit: Limit = 100,
     after: LastRun = None,
-) -> Response:
+) -> dict[str, Any]:
     """List every run that a training set considered: in or out, and why."""
-    read_page = partial(
-        reader.runs_page,
-        services.home,
-        dataset_id,
-        accepted=accepted,
-        reason=reason,
-        after=after,
-        limit=limit,
+    rows = reader.runs_page(
+        services.home, dataset_id, accepted=accepted, reason=reason, after=after, limit=limit
     )
-    return await answer_read(request, lambda: page(*read_page(), "run"))
+    return page(*rows, "run")
 
 
 @router.get("/v1/datasets/{dataset_id}/histograms", Role.train, answer=DatasetHistograms)
-async def read_dataset_histograms(
-    services: Current, request: Request, dataset_id: DatasetId, bins: Bins = 24
-) -> Response:
+def read_dataset_histograms(services: Current, dataset_id: DatasetId, bins: Bins = 24) -> Any:
     """Return distributions over a training set: rewards, tokens, trained tokens, versions."""
-    read = partial(dataset_histograms, services.home, dataset_id, bins)
-    return await answer_read(request, read)
+    return dataset_histograms(services.home, dataset_id, bins)
 
 
 @router.get(
     "/v1/datasets/{dataset_id}/samples", Role.train, answer=SamplePage, fails="404 model_not_found"
 )
-async def list_samples(
+def list_samples(
     services: Current,
-    request: Request,
     dataset_id: DatasetId,
     at: Annotated[Count, Query(description="The first sample, from 0.")] = 0,
     limit: Annotated[int, Query(ge=0, le=MOST_SAMPLES)] = 1,
@@ -173,7 +150,7 @@ async def list_samples(
     model: Annotated[
         str | None, Query(description="The version whose tokenizer has the texts.")
     ] = None,
-) -> Response:
+) -> dict[str, Any]:
     """List samples as the trainer reads them, with the text of each token.
 
     The text comes from the tokenizer of `model`, else of the version that sampled, else of the
@@ -181,21 +158,17 @@ async def list_samples(
     """
     if model is not None:
         services.registry.resolve(model)
-
-    def read() -> dict[str, Any]:
-        manifest = reader.read_dataset(services.home, dataset_id)
-        tokenizer = (manifest.get("recipe") or {}).get("tokenizer")
-        samples = sample_page(services.home, dataset_id, split, at, limit)
-        for sample in samples["data"]:
-            version = model or next(iter(sample["versions"]), None)
-            with suppress(NotFound):  # the version was never here, or has no tokenizer
-                if version is not None:
-                    add_texts(sample, vocabulary_of(services, version))
-                elif tokenizer is not None:
-                    add_texts(sample, services.vocabularies.of(Path(tokenizer)))
-        return samples
-
-    return await answer_read(request, read)
+    manifest = reader.read_dataset(services.home, dataset_id)
+    tokenizer = (manifest.get("recipe") or {}).get("tokenizer")
+    samples = sample_page(services.home, dataset_id, split, at, limit)
+    for sample in samples["data"]:
+        version = model or next(iter(sample["versions"]), None)
+        with suppress(NotFound):  # the version was never here, or has no tokenizer
+            if version is not None:
+                add_texts(sample, vocabulary_of(services, version))
+            elif tokenizer is not None:
+                add_texts(sample, services.vocabularies.of(Path(tokenizer)))
+    return samples
 
 
 @router.get(

@@ -8,7 +8,6 @@ while one waits for its result.
 import asyncio
 import time
 from collections import deque
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,12 +72,14 @@ class CommandState(Record):
 router = Router("Training")
 
 
-@router.get("/v1/jobs", Role.train, answer=ListPage[JobStatus])
-async def list_jobs(
-    services: Current, request: Request, limit: Limit = 20, after: After = None
-) -> Response:
+@router.get("/v1/jobs", Role.train, answer=ListPage[JobStatus], long=True)
+def list_jobs(services: Current, limit: Limit = 20, after: After = None) -> dict[str, Any]:
     """List the jobs, newest first."""
-    return await answer_read(request, partial(_page, services, after, limit), long=True)
+    specs = services.home.jobs.glob("job-*/spec.json")
+    newest = sorted(((path.stat().st_mtime, path.parent.name) for path in specs), reverse=True)
+    ids = paging.behind([name for _, name in newest], str, after, "job")
+    listing = checksums.list_whole(ids, lambda name: _public(services.trainer.status(name)), limit)
+    return page(listing.rows, listing.has_more, damaged=listing.damaged)
 
 
 @router.post(
@@ -120,82 +121,64 @@ async def retrieve_job(services: Current, job_id: JobId) -> Response:
 
 
 @router.get("/v1/jobs/{job_id}/events", Role.train, answer=JobEvents)
-async def list_job_events(
-    services: Current, request: Request, job_id: JobId, after: Count = 0
-) -> Response:
+def list_job_events(services: Current, job_id: JobId, after: Count = 0) -> dict[str, Any]:
     """List a job's events, after the first `after`."""
     _folder(services, job_id)
-
-    def read() -> dict[str, Any]:
-        lines = job_events(services.home, job_id)
-        events = [_without_paths(event) for event in lines[after:]]
-        return {"data": events, "last": max(after, len(lines))}
-
-    return await answer_read(request, read)
+    lines = job_events(services.home, job_id)
+    events = [_without_paths(event) for event in lines[after:]]
+    return {"data": events, "last": max(after, len(lines))}
 
 
 @router.get("/v1/jobs/{job_id}/series", Role.train, answer=JobSeries)
-async def read_job_series(
-    services: Current, request: Request, job_id: JobId, names: Names = "", points: Points = 600
-) -> Response:
+def read_job_series(
+    services: Current, job_id: JobId, names: Names = "", points: Points = 600
+) -> Any:
     """Return a job's measures by step, thinned for a chart without losing its peaks (LTTB)."""
     _folder(services, job_id)
-
-    def read() -> dict[str, Any]:
-        events = job_events(services.home, job_id)
-        return job_series(job_id, events, names_in(names), points)
-
-    return await answer_read(request, read)
+    return job_series(job_id, job_events(services.home, job_id), names_in(names), points)
 
 
 @router.get("/v1/jobs/{job_id}/hardware", Role.train, answer=JobHardware)
-async def read_job_hardware(
+def read_job_hardware(
     services: Current,
-    request: Request,
     job_id: JobId,
     names: Names = "",
     points: Points = 200,
     limit: Annotated[int, Query(ge=0, le=MOST_NODES, description="How many nodes.")] = 8,
     after: Annotated[str, Query(description="The last node of the page before.")] = "",
-) -> Response:
+) -> JobHardware:
     """Return a job on its nodes: GPUs and network ports over time, the slowest rank, why it waits.
 
     A training job's launcher samples each node every ten seconds. `slurm` is the cluster's own
     account, where it keeps one.
     """
     _folder(services, job_id)
-
-    def read() -> JobHardware:
-        status, wanted = services.trainer.status(job_id), names_in(names)
-        return job_hardware(
-            services.home, status, wanted, points, limit=limit, after=after, now=time.time()
-        )
-
-    return await answer_read(request, read)
+    status, wanted = services.trainer.status(job_id), names_in(names)
+    return job_hardware(
+        services.home, status, wanted, points, limit=limit, after=after, now=time.time()
+    )
 
 
 @router.get("/v1/jobs/{job_id}/timeline", Role.train, answer=Trace)
-async def read_job_timeline(services: Current, request: Request, job_id: JobId) -> Response:
+def read_job_timeline(services: Current, job_id: JobId) -> dict[str, Any]:
     """Return a job's attempts, steps and saves in Chrome's trace format, which Perfetto opens."""
     _folder(services, job_id)
-
-    def read() -> dict[str, Any]:
-        events = [_without_paths(event) for event in job_events(services.home, job_id)]
-        return job_timeline(job_id, events)
-
-    return await answer_read(request, read)
+    events = [_without_paths(event) for event in job_events(services.home, job_id)]
+    return job_timeline(job_id, events)
 
 
 @router.get("/v1/jobs/{job_id}/logs", Role.train, media={"text/plain": {"type": "string"}})
-async def read_job_log(
+def read_job_log(
     services: Current,
-    request: Request,
     job_id: JobId,
     tail: Annotated[Count, Query(description="How many lines.")] = 200,
-) -> Response:
+) -> bytes:
     """Return the last lines of a job's log."""
-    read = partial(_tail, _folder(services, job_id) / "log.txt", tail)
-    return await answer_read(request, read, media_type="text/plain")
+    path = _folder(services, job_id) / "log.txt"
+    if not path.is_file():
+        return b""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return "".join(deque(file, maxlen=tail)).encode()
 
 
 @router.post("/v1/jobs/{job_id}/cancel", Role.train, answer=JobStatus, fails=ACTION_FAILS)
@@ -365,15 +348,6 @@ def _checkpoint(
     return fields
 
 
-def _page(services: Services, after: str | None, limit: int) -> dict[str, Any]:
-    """Return the status of each job on a page, newest first."""
-    specs = services.home.jobs.glob("job-*/spec.json")
-    newest = sorted(((path.stat().st_mtime, path.parent.name) for path in specs), reverse=True)
-    ids = paging.behind([name for _, name in newest], str, after, "job")
-    listing = checksums.list_whole(ids, lambda name: _public(services.trainer.status(name)), limit)
-    return page(listing.rows, listing.has_more, damaged=listing.damaged)
-
-
 def _status(status: JobStatus) -> Response:
     return json_response(_public(status))
 
@@ -389,10 +363,3 @@ def _without_paths(event: dict[str, Any]) -> dict[str, Any]:
     """Return a job's event without the paths of this machine in its message."""
     message = event.get("message")
     return {**event, "message": without_paths(message)} if isinstance(message, str) else event
-
-
-def _tail(path: Path, lines: int) -> bytes:
-    if not path.is_file():
-        return b""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return "".join(deque(file, maxlen=lines)).encode()

@@ -29,7 +29,7 @@ from cray_agents.runtime.gateway.http.api_keys import (
     role_named,
 )
 from cray_agents.runtime.gateway.http.auth import caller_of
-from cray_agents.runtime.gateway.http.bodies import answer_read, json_response, page
+from cray_agents.runtime.gateway.http.bodies import json_response, page
 from cray_agents.runtime.gateway.http.fields import (
     After,
     Bucket,
@@ -84,8 +84,8 @@ async def revoke_key(services: Current, key: Annotated[str, named("key", "key")]
     return json_response({"data": [_key_fields(record, True) for record in records]})
 
 
-@router.get("/v1/usage", Role.use, answer=UsageTable)
-async def read_usage(
+@router.get("/v1/usage", Role.use, answer=UsageTable, long=True)
+def read_usage(
     services: Current,
     request: Request,
     by: Annotated[str, Query(description="With commas: key, model; neither unless given.")] = "",
@@ -93,7 +93,7 @@ async def read_usage(
     since: MaybeReal = None,
     until: MaybeReal = None,
     limit: Limit = 1000,
-) -> Response:
+) -> dict[str, Any]:
     """Sum up runs, calls, tokens and seconds by API key, model and time.
 
     It counts recorded runs, each at its start and with its last version, so what was forgotten or
@@ -103,19 +103,15 @@ async def read_usage(
     groups, caller = names_in(by), caller_of(request)
     check_groups(groups)
     owner = None if caller.role is Role.admin else caller.key_id
-
-    def read() -> dict[str, Any]:
-        names = key_names(services.home) if "key" in groups else {}
-        which = RunFilter(since=since, until=until)
-        return usage_table(
-            services.store, which, groups, names, bucket=bucket, owner=owner, limit=limit
-        )
-
-    return await answer_read(request, read, long=True)
+    names = key_names(services.home) if "key" in groups else {}
+    which = RunFilter(since=since, until=until)
+    return usage_table(
+        services.store, which, groups, names, bucket=bucket, owner=owner, limit=limit
+    )
 
 
-@router.get("/v1/cost", Role.use, answer=CostTable, fails="404 not_found")
-async def read_cost(
+@router.get("/v1/cost", Role.use, answer=CostTable, fails="404 not_found", long=True)
+def read_cost(
     services: Current,
     request: Request,
     by: Annotated[str | None, Query(json_schema_extra={"enum": list(GROUPS)})] = None,
@@ -129,7 +125,7 @@ async def read_cost(
     until: MaybeReal = None,
     limit: Annotated[int, Query(ge=0, le=PAGE)] = PAGE,
     after: After = None,
-) -> Response:
+) -> CostTable:
     """Return what was held of GPUs and cores, and who it was for, in seconds and by your prices.
 
     `by=use` (if nothing is given) says what came of all that was held. `by=key` and `by=model` give
@@ -142,12 +138,8 @@ async def read_cost(
     if run is not None:
         if len(request.query_params) > 1:
             raise BadInput("run: give it alone", param="run")
-
-        def read_run() -> CostTable:
-            names = key_names(services.home)
-            return run_cost(services.home, services.store, services.prices, run, names)
-
-        return await answer_read(request, read_run, long=True)
+        names = key_names(services.home)
+        return run_cost(services.home, services.store, services.prices, run, names)
     grouped = "iteration" if loop is not None else "key" if key is not None else "use"
     question = CostQuery(
         by=by or grouped,
@@ -165,14 +157,10 @@ async def read_cost(
         caller.check_role(Role.admin, "the cost of another key")
     if question.loop is not None or question.by in ("loop", "iteration"):
         caller.check_role(Role.train, "the cost of loops")
-
-    def read() -> CostTable:
-        names = key_names(services.home)
-        known = None if question.key is None else id_of_key(question.key, names)
-        question_of_key = replace(question, key=known)
-        return cost_table(services.home, services.store, services.prices, question_of_key, names)
-
-    return await answer_read(request, read, long=True)
+    names = key_names(services.home)
+    known = None if question.key is None else id_of_key(question.key, names)
+    question = replace(question, key=known)
+    return cost_table(services.home, services.store, services.prices, question, names)
 
 
 def _key_fields(record: KeyRecord, revoked: bool) -> dict[str, Any]:

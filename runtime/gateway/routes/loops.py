@@ -5,7 +5,6 @@ environments carry out: see docs/environments.md. Read next: runtime/gateway/rol
 """
 
 import asyncio
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -100,70 +99,52 @@ class LeasedRollout(RolloutSpec):
     lease: str
 
 
-@router.get("/v1/loops", Role.train, answer=ListPage[LoopSummary])
-async def list_loops(
-    services: Current, request: Request, limit: Limit = 20, after: After = None
-) -> Response:
+@router.get("/v1/loops", Role.train, answer=ListPage[LoopSummary], long=True)
+def list_loops(services: Current, limit: Limit = 20, after: After = None) -> dict[str, Any]:
     """List the loops with their last iteration and held-out success, newest change first."""
-
-    def read() -> dict[str, Any]:
-        listing = loops_page(services.home, after, limit)
-        return page(listing.rows, listing.has_more, damaged=listing.damaged)
-
-    return await answer_read(request, read, long=True)
+    listing = loops_page(services.home, after, limit)
+    return page(listing.rows, listing.has_more, damaged=listing.damaged)
 
 
 @router.get("/v1/loops/{loop}/iterations/{number}/timeline", Role.train, answer=Trace)
-async def read_iteration_timeline(
-    services: Current, request: Request, loop: LoopId, number: IterationNumber
-) -> Response:
+def read_iteration_timeline(
+    services: Current, loop: LoopId, number: IterationNumber
+) -> dict[str, Any]:
     """Return the phases, job and runs of a finished iteration in Chrome's trace format.
 
     Perfetto (ui.perfetto.dev) opens it. `ts` and `dur` are microseconds since `otherData.begin`.
     """
-
-    def read() -> bytes:
-        records = LoopRecords(services.home, loop)
-        record, ended = records.content(number), records.ended(number)
-        events = job_events(services.home, str(record.get("job_id") or ""))
-        which = RunQuery(loop=loop, iteration=number, order="oldest", limit=MOST_RUNS)
-        runs = services.store.stream(which)
-        return dump_json(iteration_timeline(loop, record, ended, job_events=events, runs=runs))
-
-    return await answer_read(request, read)
+    records = LoopRecords(services.home, loop)
+    record, ended = records.content(number), records.ended(number)
+    events = job_events(services.home, str(record.get("job_id") or ""))
+    which = RunQuery(loop=loop, iteration=number, order="oldest", limit=MOST_RUNS)
+    runs = services.store.stream(which)
+    return iteration_timeline(loop, record, ended, job_events=events, runs=runs)
 
 
 @router.get("/v1/loops/{loop}/iterations/{number}", Role.train, answer=IterationDetail)
-async def read_iteration(
-    services: Current, request: Request, loop: LoopId, number: IterationNumber
-) -> Response:
+def read_iteration(services: Current, loop: LoopId, number: IterationNumber) -> Any:
     """Return a finished iteration with the decision on its candidate, and the wealth behind it."""
-    detail = partial(iteration_detail, services.home, services.registry, loop, number)
-    return await answer_read(request, detail)
+    return iteration_detail(services.home, services.registry, loop, number)
 
 
 @router.get("/v1/loops/{loop}/iterations/{number}/pairs", Role.train, answer=PairPage)
-async def list_pairs(
+def list_pairs(
     services: Current,
-    request: Request,
     loop: LoopId,
     number: IterationNumber,
     outcome: PairOutcome | None = None,
     at: Annotated[Count, Query(description="The first pair, from 0.")] = 0,
     limit: Limit = 100,
-) -> Response:
+) -> Any:
     """List the held-out tasks that a decision compared, with both runs, in their order."""
-    read = partial(pairs_page, services.home, loop, number, outcome, at, limit)
-    return await answer_read(request, read)
+    return pairs_page(services.home, loop, number, outcome, at, limit)
 
 
 @router.get("/v1/loops/{loop}/journal/{entry}", Role.train, answer=dict[str, Any])
-async def recall_entry(
-    services: Current, request: Request, loop: LoopId, entry: EntryName
-) -> Response:
+def recall_entry(services: Current, loop: LoopId, entry: EntryName) -> Any:
     """Return an entry of a loop's journal."""
-    path = services.home.loop(loop) / "journal" / f"{entry}.json"
-    return await answer_read(request, partial(recall, path))
+    return recall(services.home.loop(loop) / "journal" / f"{entry}.json")
 
 
 @router.post(
@@ -177,14 +158,10 @@ async def note_entry(
 
 
 @router.get("/v1/loops/{loop}/iterations", Role.train, answer=DataList[dict[str, Any]])
-async def list_iterations(services: Current, request: Request, loop: LoopId) -> Response:
+def list_iterations(services: Current, loop: LoopId) -> dict[str, Any]:
     """List a loop's finished iterations, in the order of their numbers."""
-
-    def read() -> dict[str, Any]:
-        listing = LoopRecords(services.home, loop).listing()
-        return {"data": listing.rows, **damage_told(listing.damaged)}
-
-    return await answer_read(request, read)
+    listing = LoopRecords(services.home, loop).listing()
+    return {"data": listing.rows, **damage_told(listing.damaged)}
 
 
 @router.post(

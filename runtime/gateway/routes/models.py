@@ -5,6 +5,7 @@ are ModelEvents, numbered per name: promoted, rolled_back, rejected, canary_star
 """
 
 import asyncio
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -16,7 +17,7 @@ from starlette.responses import Response
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.platform.client import LEASE
 from cray_agents.records import ModelVersion, ProbeReport, Record
-from cray_agents.runtime.disk import checksums, journal
+from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of, may_name
 from cray_agents.runtime.gateway.http.bodies import (
@@ -42,6 +43,7 @@ from cray_agents.runtime.gateway.services import Current, Services
 from cray_agents.runtime.registry.canary import CanaryTest
 from cray_agents.runtime.registry.lineage import Ancestry, lineage_of, lineage_of_all
 from cray_agents.runtime.registry.registry import ModelEvent
+from cray_agents.runtime.views.job_hardware import job_events
 
 Contexts: TypeAlias = dict[str, int | None]  # lengths in tokens, by version or name
 
@@ -209,17 +211,11 @@ async def register_version(
     imported = await asyncio.to_thread(registry.import_checkpoint, body.checkpoint, roots)
     version = await asyncio.to_thread(registry.register, name, *imported)
     if services.traces is not None and version.job is not None:
-        events = await asyncio.to_thread(_job_events, services, version.job)
+        events: list[Any] = []
+        with suppress(Corrupt):
+            events = await asyncio.to_thread(job_events, services.home, version.job)
         services.traces.end_job(version.job, events, version.id)
     return json_response(_version(version))
-
-
-def _job_events(services: Services, job_id: str) -> list[Any]:
-    """Return a job's events; none where they are damaged or gone."""
-    try:
-        return list(journal.read(services.home.job(job_id) / "events.jsonl"))
-    except Corrupt:
-        return []
 
 
 @router.post(

@@ -1,7 +1,7 @@
 """The platform itself: health, the replicas, numbers for Prometheus, and the stream of changes.
 
 Also what further gateways alone report to the controller's and ask of it: they come by
-runtime/gateway/controller_link.py, with the platform's own key, and for a proof without it.
+runtime/gateway/further_gateway.py, with the platform's own key, and for a proof without it.
 """
 
 import asyncio

@@ -5,7 +5,6 @@ index alone. Read next: runtime/views/run_pages.py, token_text.py, run_pages.py.
 """
 
 import asyncio
-from functools import partial
 from typing import Annotated, Any
 
 import orjson
@@ -21,7 +20,6 @@ from cray_agents.records import new_id
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import answer_read
-from cray_agents.runtime.gateway.http.client_work import await_or_disconnect
 from cray_agents.runtime.gateway.http.fields import (
     Bucket,
     Count,
@@ -32,7 +30,7 @@ from cray_agents.runtime.gateway.http.fields import (
     names_in,
 )
 from cray_agents.runtime.gateway.http.routing import Router
-from cray_agents.runtime.gateway.model_calls.answer import collect_answer
+from cray_agents.runtime.gateway.model_calls.answer import ask_engine
 from cray_agents.runtime.gateway.routes.trajectories import WhichRuns
 from cray_agents.runtime.gateway.services import Current, vocabulary_of
 from cray_agents.runtime.pool.vllm_http import well_formed
@@ -89,10 +87,8 @@ class ScoreRequest(Fields):
     top: int = Field(5, ge=1, le=TOP)
 
 
-@router.get("/v1/trajectories/stats", Role.train, answer=RunStats)
-async def run_statistics(
-    services: Current, request: Request, query: Annotated[CountedRuns, Query()]
-) -> Response:
+@router.get("/v1/trajectories/stats", Role.train, answer=RunStats, long=True)
+def run_statistics(services: Current, query: Annotated[CountedRuns, Query()]) -> dict[str, Any]:
     """Count the matching runs, their rewards, tokens and seconds, by group.
 
     `facets` count the values of fields, as a filter offers them. `histograms` have equal bins. All
@@ -102,79 +98,66 @@ async def run_statistics(
     whole = not by and query.bucket is None  # its one row counts all
     if "key" in by:
         raise BadInput("usage by key is GET /v1/usage", param="by")
-
-    def read() -> dict[str, Any]:
-        rows = services.store.stats(
-            which,
-            by,
-            bucket=query.bucket,
-            percentiles=query.percentiles,
-            limit=query.limit + 1,
-            inputs="task" in by,
-        )
-        return {
-            "total": rows[0]["runs"] if whole and rows else services.store.count(which),
-            "data": rows[: query.limit],
-            "has_more": len(rows) > query.limit,
-            "facets": services.store.facets(which, names_in(query.facets)),
-            "histograms": services.store.histograms(
-                which, names_in(query.histograms), query.bins, query.sample
-            ),
-        }
-
-    return await answer_read(request, read, long=True)
+    rows = services.store.stats(
+        which,
+        by,
+        bucket=query.bucket,
+        percentiles=query.percentiles,
+        limit=query.limit + 1,
+        inputs="task" in by,
+    )
+    return {
+        "total": rows[0]["runs"] if whole and rows else services.store.count(which),
+        "data": rows[: query.limit],
+        "has_more": len(rows) > query.limit,
+        "facets": services.store.facets(which, names_in(query.facets)),
+        "histograms": services.store.histograms(
+            which, names_in(query.histograms), query.bins, query.sample
+        ),
+    }
 
 
 @router.get("/v1/trajectories/diff", Role.use, answer=RunDifferences, fails="404 not_found")
-async def diff_runs(
+def diff_runs(
     services: Current,
-    request: Request,
     a: Annotated[str, named("run", "a"), Query(description="A run.")],
     b: Annotated[str, named("run", "b"), Query(description="Another one.")],
-) -> Response:
+) -> bytes:
     """Tell where two runs differ: fields, rewards, tokens, and their turns side by side.
 
     Turns count from 0 in `turns`, and from 1 in `tokens.first`.
     """
-
-    def read() -> bytes:
-        one, other = (services.store.run(run_id) for run_id in (a, b))
-        turns = turn_pairs(one, other)
-        first = next((at for at, pair in enumerate(turns) if not pair["same"]), None)
-        diff = differences(one, other)
-        named = {"one": one.id, "other": other.id}
-        about = {**named, **diff, "turns": turns, "first": first}
-        return to_json(about, inf_nan_mode="null", fallback=str)
-
-    return await answer_read(request, read)
+    one, other = (services.store.run(run_id) for run_id in (a, b))
+    turns = turn_pairs(one, other)
+    first = next((at for at, pair in enumerate(turns) if not pair["same"]), None)
+    named = {"one": one.id, "other": other.id}
+    about = {**named, **differences(one, other), "turns": turns, "first": first}
+    return to_json(about, inf_nan_mode="null", fallback=str)
 
 
 @router.get("/v1/trajectories/{run_id}/outline", Role.use, answer=RunOutline)
-async def outline_run(
+def outline_run(
     services: Current,
-    request: Request,
     run_id: RunId,
     first: First = 0,
     limit: Annotated[int, Query(ge=0, le=MARKS)] = MARKS,
-) -> Response:
+) -> Any:
     """Return a run without its messages: its facts, its rewards, and a mark for each turn."""
-    return await answer_read(request, partial(services.run_pages.outline, run_id, first, limit))
+    return services.run_pages.outline(run_id, first, limit)
 
 
 @router.get("/v1/trajectories/{run_id}/turns", Role.use, answer=TurnWindow)
-async def list_turns(
+def list_turns(
     services: Current,
-    request: Request,
     run_id: RunId,
     first: First = 0,
     limit: Annotated[int, Query(ge=0, le=WINDOW)] = 20,
     full: Annotated[
         bool, Query(description="All messages of each call, not only those new in its turn.")
     ] = False,
-) -> Response:
+) -> Any:
     """Return some turns of a run with their messages."""
-    read = partial(services.run_pages.window, run_id, first, limit, full=full)
-    return await answer_read(request, read)
+    return services.run_pages.window(run_id, first, limit, full=full)
 
 
 @router.get(
@@ -183,50 +166,45 @@ async def list_turns(
     answer=TurnTokens,
     fails="404 no_tokenizer",
 )
-async def list_turn_tokens(
+def list_turn_tokens(
     services: Current,
-    request: Request,
     run_id: RunId,
     number: TurnNumber,
     first: Annotated[Count, Query(alias="from", description="The first token, from 0.")] = 0,
     limit: Count = 10**9,
     prompt: Annotated[bool, Query(description="false: only the tokens that were sampled.")] = True,
-) -> Response:
+) -> dict[str, Any]:
     """Return the tokens of a turn with their exact text, decoded here: no engine is asked.
 
     The text comes from the tokenizer of the version that sampled them.
     """
-
-    def read() -> dict[str, Any]:
-        call = services.run_pages.call(run_id, number)
-        read_ids, sampled = call["prompt_token_ids"], call["token_ids"]
-        begin = max(first, 0 if prompt else len(read_ids))
-        ids = [*read_ids, *sampled][begin : begin + limit]
-        vocabulary = vocabulary_of(services, call["model"])
-        decoded = vocabulary.texts_of(ids)
-        logprobs = [*[None] * len(read_ids), *call["logprobs"]]
-        trained = [*[False] * len(read_ids), *[True] * len(sampled)]
-        return {
-            "id": run_id,
-            "n": number,
-            "model": call["model"],
-            "tokenizer": call["model"],
-            "first": begin,
-            "prompt": len(read_ids),
-            "total": len(read_ids) + len(sampled),
-            "ids": ids,
-            "texts": decoded.texts,
-            "bytes": decoded.bytes,
-            "logprobs": logprobs[begin : begin + len(ids)],
-            "trained": trained[begin : begin + len(ids)],
-            "seams": [
-                {"at": len(read_ids) + seam["at"], "model": seam["model"]}
-                for seam in call.get("seams") or ()
-            ],
-            "exact": vocabulary.exact,
-        }
-
-    return await answer_read(request, read)
+    call = services.run_pages.call(run_id, number)
+    read_ids, sampled = call["prompt_token_ids"], call["token_ids"]
+    begin = max(first, 0 if prompt else len(read_ids))
+    ids = [*read_ids, *sampled][begin : begin + limit]
+    vocabulary = vocabulary_of(services, call["model"])
+    decoded = vocabulary.texts_of(ids)
+    logprobs = [*[None] * len(read_ids), *call["logprobs"]]
+    trained = [*[False] * len(read_ids), *[True] * len(sampled)]
+    return {
+        "id": run_id,
+        "n": number,
+        "model": call["model"],
+        "tokenizer": call["model"],
+        "first": begin,
+        "prompt": len(read_ids),
+        "total": len(read_ids) + len(sampled),
+        "ids": ids,
+        "texts": decoded.texts,
+        "bytes": decoded.bytes,
+        "logprobs": logprobs[begin : begin + len(ids)],
+        "trained": trained[begin : begin + len(ids)],
+        "seams": [
+            {"at": len(read_ids) + seam["at"], "model": seam["model"]}
+            for seam in call.get("seams") or ()
+        ],
+        "exact": vocabulary.exact,
+    }
 
 
 @router.post(
@@ -253,17 +231,13 @@ async def score_turn(
     exchange.version = version
     ticket = services.admission.enter(caller_of(request).key_id, True, version)
     try:
-        answer = services.pool.answer(version, exchange)
-        work = collect_answer(services, answer, ticket, version)
-        content = await await_or_disconnect(request, ticket, work)
+        content = await ask_engine(services, request, ticket, exchange, version)
     except EngineError as error:
         if error.status in (400, 404, 405, 501):
             raise BadInput(
                 f"the engine cannot score tokens: {error}", param="model", code="unsupported_engine"
             ) from error
         raise
-    finally:
-        ticket.release()
 
     def read() -> dict[str, Any]:
         vocabulary = vocabulary_of(services, version)

@@ -4,7 +4,6 @@ import asyncio
 import math
 import time
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
 
 import orjson
@@ -21,8 +20,6 @@ from cray_agents.runtime.disk.turns import INLINE
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import Caller, caller_of
 from cray_agents.runtime.gateway.http.bodies import (
-    answer_read,
-    field,
     json_response,
     page,
     parse,
@@ -36,7 +33,7 @@ from cray_agents.runtime.gateway.http.bounds import (
 )
 from cray_agents.runtime.gateway.http.client_work import aside
 from cray_agents.runtime.gateway.http.fields import (
-    ID,
+    ID_PATTERN,
     LARGEST,
     Deleted,
     Fields,
@@ -102,7 +99,7 @@ class SentEvent(Fields):
 class EventOfRun(SentEvent):
     """An event with its run."""
 
-    run_id: str
+    run_id: str = Field(pattern=ID_PATTERN)
 
 
 class SentEvents(Fields):
@@ -129,10 +126,10 @@ ShownRun = Annotated[
 ]
 
 
-@router.get("/v1/trajectories", Role.train, answer=ListPage[ShownRun | Summary], local=True)
-async def list_runs(
-    services: Current, request: Request, wanted: Annotated[RunsWanted, Query()]
-) -> Response:
+@router.get(
+    "/v1/trajectories", Role.train, answer=ListPage[ShownRun | Summary], local=True, long=True
+)
+def list_runs(services: Current, wanted: Annotated[RunsWanted, Query()]) -> bytes:
     """List the matching runs.
 
     Without `tokens` the three token lists of each call are empty; `usage` still counts them.
@@ -144,14 +141,15 @@ async def list_runs(
         raise BadInput("a summary has no tokens: leave out view, or tokens", param="tokens")
     which = wanted.filter.model_dump()
     runs = RunQuery(**which, order=wanted.order, after=wanted.after, limit=limit + 1)
-    read = partial(_summaries, services) if brief else partial(_runs, services, wanted.tokens)
-    return await answer_read(request, lambda: _page(read(runs), limit), long=True)
+    if brief:
+        return _page(_summaries(services.store, runs), limit)
+    return _page((_render(run, wanted.tokens) for run in services.store.stream(runs)), limit)
 
 
 @router.get("/v1/trajectories/{run_id}", Role.use, answer=ShownRun, local=True)
-async def retrieve_run(services: Current, request: Request, run_id: RunId) -> Response:
+def retrieve_run(services: Current, run_id: RunId) -> dict[str, Any]:
     """Return a run, with its tokens."""
-    return await answer_read(request, lambda: _render(services.store.run(run_id), tokens=True))
+    return _render(services.store.run(run_id), tokens=True)
 
 
 @router.delete("/v1/trajectories/{run_id}", Role.admin, answer=Deleted)
@@ -173,14 +171,14 @@ async def delete_run(services: Current, run_id: RunId) -> Response:
     local=True,
 )
 async def append_events_of_runs(
-    services: Current, request: Request, body: Annotated[dict[str, Any], RecordSchema(EventsOfRuns)]
+    services: Current, request: Request, body: EventsOfRuns
 ) -> Response:
     """Append events to several runs; all of them, or none.
 
     Events are those of one run, with a `run_id` each. The answer counts what was `appended`, and
     the `duplicates`.
     """
-    return await _append(services, request, None, body)
+    return await _append(services, request, [(sent.run_id, sent) for sent in body.events])
 
 
 @router.post(
@@ -191,10 +189,7 @@ async def append_events_of_runs(
     local=True,
 )
 async def append_events(
-    services: Current,
-    request: Request,
-    run_id: RunId,
-    body: Annotated[dict[str, Any], RecordSchema(SentEvents)],
+    services: Current, request: Request, run_id: RunId, body: SentEvents
 ) -> Response:
     """Append events to a run: a description or rewards.
 
@@ -204,7 +199,7 @@ async def append_events(
     run is new or the caller's. Keys of role `use` cannot describe a loop's run, an imported run, or
     one on a held-out task. The `giver` of a reward is the caller's key.
     """
-    return await _append(services, request, run_id, body)
+    return await _append(services, request, [(run_id, sent) for sent in body.events])
 
 
 @router.post(
@@ -233,19 +228,18 @@ async def give_reward(
 
 
 async def _append(
-    services: Services, request: Request, run_id: str | None, body: dict[str, Any]
+    services: Services, request: Request, sent: list[tuple[str, SentEvent]]
 ) -> Response:
-    values = field(body, "events", list)
-    check_count(values, MAX_EVENTS, "events", "events")
-    runs = [value for value in values if isinstance(value, dict) and value.get("kind") == "run"]
+    check_count(sent, MAX_EVENTS, "events", "events")
+    runs = [event for _, event in sent if event.kind == "run"]
     check_count(runs, MAX_DESCRIPTIONS, "descriptions of runs", "events")
     caller = caller_of(request)
 
     def read() -> list[Event]:
         limit = services.reward_limit
-        return [_event(run_id, v, f"events.{n}", caller, limit) for n, v in enumerate(values)]
+        return [_event(*one, f"events.{n}", caller, limit) for n, one in enumerate(sent)]
 
-    many = len(values) > FEW or size_of(request) > INLINE
+    many = len(sent) > FEW or size_of(request) > INLINE
     events = await aside(request, read) if many else read()
     described = [event.run_id for event in events if event.kind == "run"]
     run_ids = (event.run_id for event in events)
@@ -263,24 +257,14 @@ async def _append(
     return json_response(appended._asdict())
 
 
-def _event(run_id: str | None, value: Any, at: str, caller: Caller, reward_limit: float) -> Event:
-    """Return an event from its JSON. Raises BadInput, AccessDenied.
+def _event(run_id: str, sent: SentEvent, at: str, caller: Caller, reward_limit: float) -> Event:
+    """Return an event as it was sent, `at` that place. Raises BadInput, AccessDenied.
 
-    run_id: the run of the path; None where each event names its own. An event without an id is
-    named by its content. Ids of callers other than admins get the key's id as a prefix: no caller
-    can occupy the event id of another.
+    An event without an id is named by its content. Ids of callers other than admins get the key's
+    id as a prefix: no caller can occupy the event id of another.
     """
-    if not isinstance(value, dict) or not isinstance(value.get("body"), dict):
-        raise BadInput(f"{at} must be an object with kind and body", param=at)
-    if run_id is None:
-        run_id = value.get("run_id")
-    if not isinstance(run_id, str) or not ID.fullmatch(run_id):
-        raise BadInput(f"{at}.run_id: {run_id!r} is no run's id", param=f"{at}.run_id")
-    kind, body = value.get("kind"), value["body"]
-    event_id = value.get("id") or f"{run_id}.{kind}.{digest(body)}"
-    when = value.get("time") or time.time()
-    if not isinstance(event_id, str) or not isinstance(when, float | int):
-        raise BadInput(f"{at}: id must be a string, and time unix seconds", param=at)
+    kind, body, when = sent.kind, sent.body, sent.time or time.time()
+    event_id = sent.id or f"{run_id}.{kind}.{digest(body)}"
     if not -math.inf < when <= time.time() + CLOCK_SKEW:
         raise BadInput(f"{at}.time: {when} is no unix time up to now", param=f"{at}.time")
     if caller.role is not Role.admin:
@@ -294,14 +278,11 @@ def _event(run_id: str | None, value: Any, at: str, caller: Caller, reward_limit
         check_rewards(record.rewards, reward_limit, f"{at}.body.rewards")
         rewards = [_with_giver(caller, reward) for reward in record.rewards]
         record = record.model_copy(update={"rewards": rewards})
-    elif kind == "reward":
+    else:
         record = _with_giver(caller, parse(Reward, body, f"{at}.body"))
         check_rewards([record], reward_limit, f"{at}.body")
-    else:
-        raise BadInput(f"{at}.kind must be 'run' or 'reward', not {kind!r}", param=f"{at}.kind")
-    return Event(
-        id=event_id, run_id=run_id, kind=kind, body=record.model_dump(mode="json"), time=float(when)
-    )
+    body = record.model_dump(mode="json")
+    return Event(id=event_id, run_id=run_id, kind=kind, body=body, time=when)
 
 
 def _redacted(store: Store, event: Event) -> Run:
@@ -336,13 +317,9 @@ def _page(runs: Iterable[dict[str, Any]], limit: int) -> bytes:
     return dump_json({**page(rows, False), "data": texts})
 
 
-def _runs(services: Services, tokens: bool, runs: RunQuery) -> Iterator[dict[str, Any]]:
-    return (_render(run, tokens) for run in services.store.stream(runs))
-
-
-def _summaries(services: Services, runs: RunQuery) -> Iterator[dict[str, Any]]:
+def _summaries(store: Store, runs: RunQuery) -> Iterator[dict[str, Any]]:
     """Yield the facts that the index holds, without reading events of described runs."""
-    for row in with_heads(services.store, services.store.facts(runs)):
+    for row in with_heads(store, store.facts(runs)):
         yield {"id": row.run_id, **{k: v for k, v in row._asdict().items() if k != "run_id"}}
 
 

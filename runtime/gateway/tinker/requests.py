@@ -132,11 +132,19 @@ class SamplingParams(Record):
     top_p: Real = 1.0
 
 
-class SampleRequest(Record):
-    """A request to sample. The fields below the line are not served, and refused if they are set.
+class NotServed(Record):
+    """The fields of a request to sample that are not served, and refused if they are set."""
 
-    `prompt_logprobs` asks for the log-probabilities of the prompt, too.
-    """
+    topk_prompt_logprobs: Any = None
+    topk_sample_logprobs: Any = None
+    target_prompt_logprobs: Any = None
+    prompt_alt_tokens_k: Any = None
+    prompt_logprobs_last_n: Any = None
+    record_stability_info: Any = None
+
+
+class SampleRequest(NotServed):
+    """A request to sample. `prompt_logprobs` asks for the log-probabilities of the prompt, too."""
 
     sampling_session_id: Text
     seq_id: Whole
@@ -144,10 +152,3 @@ class SampleRequest(Record):
     sampling_params: SamplingParams
     num_samples: int = Field(1, ge=1, le=MOST_SAMPLES)
     prompt_logprobs: bool | None = None
-    # ----
-    topk_prompt_logprobs: Any = None
-    topk_sample_logprobs: Any = None
-    target_prompt_logprobs: Any = None
-    prompt_alt_tokens_k: Any = None
-    prompt_logprobs_last_n: Any = None
-    record_stability_info: Any = None

@@ -20,21 +20,12 @@ from cray_agents.errors import BadInput, EngineError
 from cray_agents.ports import SampledSequence
 from cray_agents.runtime.gateway.model_calls.call import Call
 from cray_agents.runtime.gateway.tinker.protobuf import write_bytes, write_whole
-from cray_agents.runtime.gateway.tinker.requests import SampleRequest
+from cray_agents.runtime.gateway.tinker.requests import NotServed, SampleRequest
 from cray_agents.runtime.pool.vllm_http import well_formed
 
 MOST_ENDED = 10_000  # samples that are kept for scripts that may ask once more
 DEFAULT_TOKENS = 16  # sampled where a script names no limit, as for a completion
 STOPS = {"stop": 0, "length": 1}
-#: Fields of a request that are not served.
-NOT_SERVED = (
-    "topk_prompt_logprobs",
-    "topk_sample_logprobs",
-    "target_prompt_logprobs",
-    "prompt_alt_tokens_k",
-    "prompt_logprobs_last_n",
-    "record_stability_info",
-)
 
 
 def completion_request(sample: SampleRequest, version: str) -> dict[str, Any]:
@@ -42,7 +33,7 @@ def completion_request(sample: SampleRequest, version: str) -> dict[str, Any]:
 
     Raises BadInput, which names what is not served.
     """
-    for name in NOT_SERVED:
+    for name in NotServed.model_fields:
         if getattr(sample, name):
             raise BadInput(f"{name} is not served: leave it out", param=name)
     params = sample.sampling_params

@@ -19,7 +19,8 @@ def _parse_request(request: Body) -> list[Message]:
 
 
 def _parse_answer(answer: Body) -> list[Message]:
-    return [_message(choice["message"]) for choice in answer["choices"]]
+    choices = answer["choices"]
+    return [_message(choice.get("message") or {"content": choice["text"]}) for choice in choices]
 
 
 def _message(message: dict[str, Any]) -> Message:
@@ -28,9 +29,9 @@ def _message(message: dict[str, Any]) -> Message:
 
 
 def _parse_stream(chunks: list[Body], samples: int) -> list[Message]:
-    """Join the deltas of each choice; tool calls are joined by their index.
+    """Join the deltas of each choice, or its texts; tool calls are joined by their index.
 
-    A choice without deltas gets an empty message.
+    A choice without any gets an empty message.
     """
     choices: dict[int, dict[str, Any]] = {}
     calls: dict[int, dict[int, dict[str, Any]]] = {}
@@ -38,7 +39,8 @@ def _parse_stream(chunks: list[Body], samples: int) -> list[Message]:
         for choice in chunk.get("choices") or ():
             position = choice.get("index", 0)
             message = choices.setdefault(position, {})
-            for name, value in (choice.get("delta") or {}).items():
+            delta = {"content": choice["text"]} if "text" in choice else choice.get("delta") or {}
+            for name, value in delta.items():
                 if name == "tool_calls":
                     for piece in value or ():
                         call = calls.setdefault(position, {}).setdefault(piece.get("index", 0), {})
@@ -83,26 +85,12 @@ def _parse_prompt(request: Body) -> list[Message]:
     return [{"role": "user", "content": prompt}]
 
 
-def _parse_texts(answer: Body) -> list[Message]:
-    return [assistant(choice["text"], []) for choice in answer["choices"]]
-
-
-def _parse_text_stream(chunks: list[Body], samples: int) -> list[Message]:
-    """Join the text of each choice; a choice without text gets an empty message."""
-    texts: dict[int, str] = {}
-    for chunk in chunks:
-        for choice in chunk.get("choices") or ():
-            position = choice.get("index", 0)
-            texts[position] = texts.get(position, "") + (choice.get("text") or "")
-    return [assistant(texts.get(position), []) for position in range(samples)]
-
-
 COMPLETIONS = SamplingApi(
     path="/v1/completions",
     id_prefix="cmpl-",
     last_event=b"data: [DONE]\n\n",
     parse_request=_parse_prompt,
-    parse_answer=_parse_texts,
-    parse_stream=_parse_text_stream,
+    parse_answer=_parse_answer,
+    parse_stream=_parse_stream,
     conversation_fields=frozenset({"prompt"}),
 )
