@@ -24,8 +24,8 @@ from cray_agents.runtime.accounting.holdings import read_holdings
 from cray_agents.runtime.accounting.ledger import read_ledger
 from cray_agents.runtime.disk import checksums, journal
 from cray_agents.runtime.scheduler.nvml import describe_gpus, nvml, read_joules, read_load
+from cray_agents.runtime.scheduler.sampler import HardwareSampler
 from cray_agents.runtime.scheduler.slurm_reports import NO_ACCOUNT, parse_usage, read_usage
-from cray_agents.runtime.telemetry.sampler import HardwareSampler
 from cray_agents.runtime.views.job_hardware import job_hardware
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus
 
