@@ -4,14 +4,12 @@ Called by evaluation.py and rollouts.py.
 """
 
 import os
-from collections.abc import AsyncIterator
 from typing import Any
 
 from pydantic import Field, NonNegativeFloat
 
-from cray_agents.engines.openai_engine import OpenAIEngine
+from cray_agents.engines.openai_engine import engine_at
 from cray_agents.errors import EngineError
-from cray_agents.ports import ChatEngine
 from cray_agents.records import StrictRecord
 
 
@@ -33,33 +31,24 @@ class OutsideModel(StrictRecord):
         """The name under which its runs are recorded."""
         return self.model
 
-    def engine(self) -> ChatEngine:
-        """Return the engine that asks its server."""
-        key = os.environ.get(self.api_key)
-        return OpenAIEngine(self.base_url, api_key=key, exact_tokens=False)
-
 
 class PricedEngine:
     """A ports.ChatEngine for one run: it adds up what the calls cost."""
 
-    def __init__(self, engine: ChatEngine, model: OutsideModel) -> None:
-        self._engine, self._model = engine, model
-        self.cost = 0.0
+    def __init__(self, model: OutsideModel) -> None:
+        key = os.environ.get(model.api_key)
+        self._engine = engine_at(model.base_url, key)
+        self._model, self.cost = model, 0.0
+        self.stream = self._engine.stream  # of rollouts nothing is streamed
 
     async def chat(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answer as the engine does. Raises EngineError, also where no tokens are counted."""
         completion = await self._engine.chat(request)
         usage = completion.get("usage") or {}
-        try:
-            prompt, sampled = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(
-                f"{self._model.base_url} does not count its tokens (`usage`): no cost is known"
-            ) from error
-        spent = prompt * self._model.prompt_price + sampled * self._model.sampled_price
-        self.cost += spent / 1e6
+        counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        if not all(isinstance(count, int) for count in counts):
+            url = self._model.base_url
+            raise EngineError(f"{url} does not count tokens (`usage`): no cost is known")
+        prices = self._model.prompt_price, self._model.sampled_price
+        self.cost += sum(n * price for n, price in zip(counts, prices, strict=True)) / 1e6
         return completion
-
-    def stream(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Answer in chunks, which are not counted."""
-        return self._engine.stream(request)

@@ -360,7 +360,7 @@ class Rollouts:
         """Carry out a run here, or let a worker of the agent's environment do it."""
         if isinstance(version, OutsideModel):
             asked = {"loop": self.loop, "attempt": item.attempt, "seed": seed, "run_id": run_id}
-            priced = PricedEngine(version.engine(), version)
+            priced = PricedEngine(version)
             run = await agent.through(priced).run(item.task, **asked)
             return run.model_copy(update={"model": version.id, "cost": priced.cost})
         if isinstance(agent.environment, WorkerEnvironment):

@@ -1,4 +1,4 @@
-"""Serving plan: how many replicas a load needs, by what calls of this pool took. No GPU.
+"""Serving plan: how many replicas a load needs, by what calls of this pool took.
 
 A call reads `prompt` tokens and samples `sampled` ones, a step each. By the calls on record,
 
@@ -17,7 +17,7 @@ promised beyond the calls under way that were measured. Called by cli/plan.py.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from cray_agents.config.settings import PriceSettings
 from cray_agents.errors import BadInput
 from cray_agents.queries import RunQuery
 from cray_agents.records import ModelCall, Record
-from cray_agents.runtime.accounting.holdings import HOUR, LedgerAccount, Piece
+from cray_agents.runtime.accounting.holdings import HOUR, LedgerAccount
 from cray_agents.runtime.store import Store
 
 LEAST_CALLS = 20
@@ -60,14 +60,12 @@ class Calibration(Record):
     gpu_type: str
     cores: int
 
-    def alone(self, load: ServedLoad) -> float:
-        """Return the seconds of a request that has a replica to itself."""
-        return self.read * load.prompt + (self.step + self.beside) * load.sampled
-
-    def seconds(self, load: ServedLoad, replicas: int) -> float:
+    def seconds(self, load: ServedLoad, replicas: float) -> float:
         """Return the mean seconds of a request; infinite where the replicas cannot keep up."""
-        busy = load.rate / replicas * (self.read * load.prompt + self.beside * load.sampled)
-        return self.alone(load) / (1 - busy) if busy < 1 else math.inf
+        read, step = self.read * load.prompt, self.step * load.sampled
+        beside = self.beside * load.sampled
+        busy = load.rate / replicas * (read + beside)
+        return (read + step + beside) / (1 - busy) if busy < 1 else math.inf
 
 
 class ServePlan(Record):
@@ -93,35 +91,31 @@ def calibrate(store: Store, ledger: LedgerAccount, model: str, since: float = 0.
     Raises BadInput where too few are on record.
     """
     runs = store.stream(RunQuery(since=since, order="newest", limit=MOST_RUNS))
-    calls = [
-        call
-        for run in runs
-        for call in run.calls
-        if call.model.partition("@")[0] == model and call.seconds > 0 and call.token_ids
-    ]
-    held = [
-        piece
-        for piece in ledger.pieces
-        if piece.line.kind == "replica" and piece.line.what.partition("@")[0] == model
-    ]
+    calls = [call for run in runs for call in run.calls
+             if call.model.partition("@")[0] == model and call.seconds and call.token_ids
+             ]  # fmt: skip
+    held = [piece for piece in ledger.pieces
+            if piece.line.kind == "replica" and piece.line.what.partition("@")[0] == model
+            ]  # fmt: skip
     if len(calls) < LEAST_CALLS or not held:
         raise BadInput(
-            f"{len(calls)} answered calls of {model!r} are on record here, and a plan needs"
-            f" {LEAST_CALLS} of a pool's: serve it, put a load like yours on it for some minutes,"
-            " and plan then",
+            f"{len(calls)} answered calls of {model!r} are on record, and a plan needs"
+            f" {LEAST_CALLS} of a pool's: put a load like yours on it for some minutes first",
             param="model",
         )
-    replicas = np.array([_replicas_at(held, call.started) for call in calls])
-    columns, under_way, seconds = _measures(calls, replicas)
+
+    def replicas_at(time: float) -> int:
+        return max(1, len({one.line.holder for one in held if one.begin <= time < one.end}))
+
+    columns, seconds = _measures(calls, np.array([replicas_at(call.started) for call in calls]))
     fitted = _fit(columns / seconds[:, None])
-    errors = np.abs(columns @ fitted / seconds - 1)
     line = max(held, key=lambda piece: piece.end).line
     return Calibration(
         model=model,
         calls=len(calls),
         **dict(zip(("read", "step", "beside"), map(float, fitted), strict=True)),
-        busiest=float(np.quantile(under_way, BUSIEST)),
-        error=float(errors.mean()),
+        busiest=float(np.quantile(columns[:, 2] / columns[:, 1], BUSIEST)),
+        error=float(np.abs(columns @ fitted / seconds - 1).mean()),
         gpus=len(line.gpus),
         gpu_type=line.gpu_type,
         cores=line.cores,
@@ -140,18 +134,27 @@ def plan_load(
     `price`: of a GPU, or of a core where replicas have no GPUs, for an hour; None: by `prices`.
     Raises BadInput for a latency that no number of replicas reaches.
     """
-    if latency is not None and measured.alone(load) >= latency:
+    alone = measured.seconds(load, math.inf)
+    if latency is not None and alone >= latency:
         raise BadInput(
-            f"a request takes {measured.alone(load):.3g} s alone on a replica, by"
-            f" {measured.calls} calls: allow more than that, or fewer tokens",
+            f"a request takes {alone:.3g} s alone on a replica, by {measured.calls} calls: allow"
+            " more than that, or fewer tokens",
             param="latency",
         )
-    limit, replicas = "one is enough", 1
-    while why := _lacks(measured, load, replicas, latency):
-        limit, replicas = why, replicas + 1
-        if replicas > MOST_REPLICAS:
-            raise BadInput(f"{load.rate:g} requests a second need too many replicas", param="rate")
-    seconds = measured.seconds(load, replicas)
+    limit = "one is enough"
+    for replicas in range(1, MOST_REPLICAS):
+        seconds = measured.seconds(load, replicas)
+        under_way = load.rate / replicas * seconds
+        if math.isinf(seconds):
+            limit = "fewer cannot keep up"
+        elif latency is not None and seconds > latency:
+            limit = f"fewer take more than {latency:g} s"
+        elif under_way > max(1.0, measured.busiest):
+            limit = f"more than {measured.busiest:.3g} at a time on a replica were not measured"
+        else:
+            break
+    else:
+        raise BadInput(f"{load.rate:g} requests a second need too many replicas", param="rate")
     known = prices.of_gpu(measured.gpu_type) if measured.gpus else prices.core_hour
     hourly = known if price is None else price
     devices = replicas * (measured.gpus or measured.cores)
@@ -160,7 +163,7 @@ def plan_load(
         gpus=replicas * measured.gpus,
         cores=replicas * measured.cores,
         seconds=seconds,
-        under_way=load.rate / replicas * seconds,
+        under_way=under_way,
         limit=limit,
         cost=None if hourly is None else devices * hourly / HOUR / load.rate,
         currency=prices.currency,
@@ -168,47 +171,26 @@ def plan_load(
     )
 
 
-def _lacks(measured: Calibration, load: ServedLoad, replicas: int, latency: float | None) -> str:
-    """Say why so many replicas are too few; "" where they are enough."""
-    seconds = measured.seconds(load, replicas)
-    if seconds == math.inf:
-        return "fewer cannot keep up"
-    if latency is not None and seconds > latency:
-        return f"fewer take more than {latency:g} s"
-    if load.rate / replicas * seconds > max(1.0, measured.busiest):
-        return f"more than {measured.busiest:.3g} calls at a time on a replica were not measured"
-    return ""
-
-
-def _replicas_at(held: Sequence[Piece], time: float) -> int:
-    return max(1, len({one.line.holder for one in held if one.begin <= time < one.end}))
-
-
-def _measures(
-    calls: Sequence[ModelCall], replicas: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the columns of the formula [calls, 3], calls under way on a replica, and seconds."""
+def _measures(calls: Sequence[ModelCall], replicas: Any) -> tuple[Any, Any]:
+    """Return the columns of the formula [calls, 3], and seconds [calls]."""
     starts = np.array([call.started for call in calls])
-    seconds = np.array([call.seconds for call in calls])
+    ends = starts + np.array([call.seconds for call in calls])
     prompts = np.array([len(c.prompt_token_ids) - c.cached_tokens for c in calls], float)
     sampled = np.array([len(call.token_ids) for call in calls], float)
-    times = np.concatenate([starts, starts + seconds])
-    order = np.argsort(times, kind="stable")
-    count = np.cumsum(np.repeat([1, -1], len(calls))[order])[:-1]
-    passed = np.concatenate([[0.0], np.cumsum(count * np.diff(times[order]))])
-    area = np.interp(times, times[order], passed)
-    under_way = (area[len(calls) :] - area[: len(calls)]) / seconds / replicas
-    first = np.argsort(starts, kind="stable")
-    came = np.concatenate([[0.0], np.cumsum(prompts[first])])
-    begun = np.searchsorted(starts[first], starts, "right")
-    ended = np.searchsorted(starts[first], starts + seconds, "left")
-    beside = came[np.maximum(begun, ended)] - came[begun]
-    under_way = np.maximum(under_way, 1.0)
-    columns = np.stack([prompts + beside / replicas, sampled, sampled * under_way], 1)
-    return columns, under_way, seconds
+    times = np.sort(np.concatenate([starts, ends]))
+    begun, ended = np.sort(starts), np.sort(ends)
+    going = np.searchsorted(begun, times, "right") - np.searchsorted(ended, times, "right")
+    passed = np.concatenate([[0.0], np.cumsum(going[:-1] * np.diff(times))])
+    area = np.interp(ends, times, passed) - np.interp(starts, times, passed)
+    others = np.maximum(0.0, area / (ends - starts) - 1) / replicas
+    came = np.concatenate([[0.0], np.cumsum(prompts[np.argsort(starts, kind="stable")])])
+    after = np.searchsorted(begun, starts, "right")
+    late = np.maximum(np.searchsorted(begun, ends, "left"), after)
+    read = prompts + (came[late] - came[after]) / replicas
+    return np.stack([read, sampled, sampled * (1 + others)], 1), ends - starts
 
 
-def _fit(columns: np.ndarray) -> np.ndarray:
+def _fit(columns: Any) -> Any:
     """Return the least squares of columns [calls, n] for ones [calls], none below 0."""
     used = list(range(columns.shape[1]))
     while True:

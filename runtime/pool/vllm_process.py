@@ -317,7 +317,7 @@ class VllmProcess(VllmHost, LocalPlace):
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.pid = self._process.pid
         self._ended.clear()
-        folder = self.log.with_suffix("")
+        folder = self.log.with_name(f"{self.log.name}.d")
         folder.mkdir(exist_ok=True)
         gpus = None if self.devices is None else self.devices.split(",")
         self._sampler = HardwareSampler(folder, [self.pid], gpus=gpus)

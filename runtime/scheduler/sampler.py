@@ -11,8 +11,8 @@ Network ports are what the kernel counts at InfiniBand, RoCE and EFA ports (/sys
 sysfs-class-infiniband and the drivers mlx5 and efa); only fake trees were read.
 
 It runs in the launcher, so no rank ever waits for it. Any failure is printed once, and ends it.
-run_ranks (job/launch.py) starts it; a replica (pool/vllm_process.py) does in a folder that is named
-as its log. views/job_hardware.py reads the files.
+run_ranks (job/launch.py) starts it for a job; pool/vllm_process.py does for a replica, in the
+folder LOG.d beside its log. views/job_hardware.py reads the files.
 """
 
 import os

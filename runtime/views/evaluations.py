@@ -3,7 +3,7 @@
 Called by gateway/routes/loops.py, for `eval` and the dashboard.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 from cray_agents.config.settings import PriceSettings
@@ -12,7 +12,7 @@ from cray_agents.promotion.figures import Estimate, estimate
 from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.records import EVALUATION, Record
 from cray_agents.runtime.accounting.cost_account import account_of
-from cray_agents.runtime.accounting.holdings import read_holdings
+from cray_agents.runtime.accounting.holdings import HOUR, read_holdings
 from cray_agents.runtime.store import Store
 
 
@@ -20,8 +20,8 @@ class EvaluatedModel(Record):
     """A version of the pool, or a model elsewhere, in an evaluation; a request is a run of a task.
 
     `success`: the mean reward, with its interval. `seconds`: of a request. `cost`: of a request, in
-    the table's currency: by its price for a model elsewhere, else its share of what the replicas
-    were held for. null: no price is known, or the account does not reach to its last run yet.
+    `currency`: by its price for a model elsewhere, else its share of what the replicas were held
+    for. null: no price is known, or the account does not reach to its last run yet.
     """
 
     loop: str
@@ -37,42 +37,35 @@ def evaluated_models(
     home: Home, store: Store, prices: PriceSettings, loop: str | None = None
 ) -> list[EvaluatedModel]:
     """Return the models of an evaluation, or of all of them."""
+    which, keys = RunFilter(loop=loop, tags=[EVALUATION]), ("loop", "model")
     groups: defaultdict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    which = RunFilter(loop=loop, tags=[EVALUATION])
-    for row in store.stats(which, ["loop", "model", "task"], percentiles=False):
+    for row in store.stats(which, [*keys, "task"], percentiles=False):
         groups[row["loop"] or "", row["model"] or ""].append(row)
-    if not groups:
-        return []
     ledger = read_holdings(home)
     reaches = max((line.time for line in ledger.served), default=0.0)
-    account = account_of(ledger, store, prices)
-    spent: defaultdict[tuple[str, str], float] = defaultdict(float)
-    for row in store.stats(which, ["loop", "model"], bucket=3600.0, percentiles=False):
+    account, spent = account_of(ledger, store, prices), Counter[tuple[str, str]]()
+    for row in store.stats(which, keys, bucket=HOUR, percentiles=False):
         tokens = row["prompt_tokens"] or 0, row["sampled_tokens"] or 0
-        amount = account.spent_on(row["model"], row["time"], *tokens)
-        spent[row["loop"] or "", row["model"] or ""] += amount.money
+        money = account.spent_on(row["model"], row["time"], *tokens).money
+        spent[row["loop"] or "", row["model"] or ""] += money
     models = []
     for (name, model), rows in sorted(groups.items()):
-        runs, seconds = sum(row["runs"] for row in rows), sum(row["seconds"] for row in rows)
-        scored = [row for row in rows if row["rewarded"]]
-        last = max(row["last"] for row in rows)
+        sums = {key: sum(row[key] for row in rows) for key in ("runs", "rewarded", "seconds")}
+        means = [row["mean_reward"] for row in rows if row["rewarded"]]
         cost: float | None = None
         if "@" not in model:
             query = RunQuery(loop=name, model=model, tags=[EVALUATION])
             cost = sum(run.cost or 0.0 for run in store.stream(query, "none"))
-        elif prices.known and last < reaches:
+        elif prices.known and max(row["last"] for row in rows) < reaches:
             cost = spent[name, model]
-        models.append(
-            EvaluatedModel(
-                loop=name,
-                model=model,
-                success=estimate(
-                    [row["mean_reward"] for row in scored], sum(row["rewarded"] for row in scored)
-                ),
-                runs=runs,
-                seconds=seconds / runs,
-                cost=None if cost is None else cost / runs,
-                currency=prices.currency,
-            )
+        one = EvaluatedModel(
+            loop=name,
+            model=model,
+            success=estimate(means, sums["rewarded"]),
+            runs=sums["runs"],
+            seconds=sums["seconds"] / sums["runs"],
+            cost=None if cost is None else cost / sums["runs"],
+            currency=prices.currency,
         )
+        models.append(one)
     return models

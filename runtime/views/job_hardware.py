@@ -111,7 +111,7 @@ def pool_hardware(home: Home, points: int = 600) -> list[NodeHardware]:
     for folder in (home.logs, home.replicas):
         for path in sorted(folder.rglob(f"{HARDWARE}*.jsonl"), key=lambda one: one.stat().st_mtime):
             node = path.name.removeprefix(HARDWARE).removesuffix(".jsonl")
-            name = f"{path.relative_to(folder).parts[0]} on {node}"
+            name = f"{path.relative_to(folder).parts[0].partition('.')[0]} on {node}"
             files.setdefault(name, []).append(path)
     nodes = [_read_node(name, paths, (0.0, float("inf"))) for name, paths in sorted(files.items())]
     for one in nodes:

@@ -100,6 +100,7 @@ POST    /v1/fine_tuning/jobs/{fine_tuning_job_id}/pause         train   shared
 POST    /v1/fine_tuning/jobs/{fine_tuning_job_id}/resume        train   shared
 GET     /v1/fine_tuning/jobs/{fine_tuning_job_id}/events        train   nothing
 GET     /v1/fine_tuning/jobs/{fine_tuning_job_id}/checkpoints   train   nothing
+GET     /v1/evaluations                                 train   nothing
 GET     /v1/loops                                       train   nothing
 GET     /v1/loops/{loop}/iterations/{number}/timeline  train   nothing
 GET     /v1/loops/{loop}/journal/{entry}                train   nothing
@@ -128,6 +129,7 @@ GET     /v1/usage                                       use     nothing
 GET     /v1/cost                                        use     nothing
 GET     /v1/events                                      train   nothing
 GET     /v1/pool                                        admin   nothing
+GET     /v1/pool/hardware                               admin   nothing
 POST    /v1/pool/lease                                  admin   shared
 POST    /v1/gateways                                    admin   shared
 POST    /v1/gateways/load                               admin   shared
