@@ -195,13 +195,10 @@ def serve(
     ] = None,
     price: Annotated[
         float | None,
-        typer.Option(
-            help="Of a GPU for an hour, or a core where none has GPUs \\[default: \\[prices]].",
-            min=0,
-        ),
+        typer.Option(help="Of a GPU, else a core, for an hour; default: \\[prices].", min=0),
     ] = None,
     since: Annotated[
-        str | None, typer.Option(help="Measure by the calls of the last 30m, 12h or 7d.")
+        str | None, typer.Option(help="Measure by the calls of the last 30m, 12h or 7d alone.")
     ] = None,
 ) -> None:
     """Say how many replicas and GPUs a load needs, and what a request costs.
@@ -215,24 +212,17 @@ def serve(
     wanted = None if latency is None else _positive("latency", latency)
     begin = 0.0 if since is None else time.time() - duration(since, "since")
     with open_store() as store:
-        measured = calibrate(store, read_holdings(root()), model.partition("@")[0], begin)
-    done = plan_load(measured, load, wanted, settings().prices, price)
+        by = calibrate(store, read_holdings(root()), model.partition("@")[0], begin)
+    done = plan_load(by, load, wanted, settings().prices, price)
     if given().json:
         print_json(done)
         return
-    cost = "no price is known: give --price, or [prices] in cray-agents.toml"
-    if done.cost is not None:
-        cost = f"{done.cost:.3g} {done.currency} a request"
     devices = f"{done.gpus} GPUs" if done.gpus else f"{done.cores} cores"
-    lines = {
-        "replicas": f"{done.replicas}, with {devices}: {done.limit}",
-        "time": f"{done.seconds:.3g} s a request on average, {done.under_way:.3g} at a time each",
-        "cost": cost,
-        "by": f"{measured.calls} calls, which took {measured.error:.0%} more or less than the"
-        f" estimate; up to {measured.busiest:.3g} at a time on a replica",
-    }
-    for name, text in lines.items():
-        say(f"{name:<8} {text}")
+    cost = f"{done.cost or 0:.3g} {done.currency} a request"
+    say(f"replicas {done.replicas}, with {devices}: {done.limit}")
+    say(f"time     {done.seconds:.3g} s a request, {done.under_way:.3g} at a time on a replica")
+    say(f"cost     {cost if done.cost is not None else 'no price is known: give --price'}")
+    say(f"by       {by.calls} calls, {by.error:.0%} off on average, {by.busiest:.3g} at a time")
 
 
 # ---- reading the options

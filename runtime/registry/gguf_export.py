@@ -24,7 +24,7 @@ SIZES = {"context_length": "max_position_embeddings", "block_count": "num_hidden
          "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
          "head_count": "num_attention_heads", "head_count_kv": "num_key_value_heads",
          "layer_norm_rms_eps": "rms_norm_eps", "vocab_size": "vocab_size"}  # fmt: skip
-EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
            "expert_feed_forward_length": "moe_intermediate_size"}  # fmt: skip
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # ggml's types of tokens
 
@@ -60,7 +60,7 @@ def write_gguf(directory: Path, target: Path, name: str, licence: str | None) ->
                 _refuse(f"has the tensor {theirs}, which GGUF has no name for")
             if mark:
                 experts[ours][int(number)] = tensor
-                if len(experts[ours]) < config["num_experts"]:
+                if len(experts[ours]) < config["num_local_experts"]:
                     continue
                 tensor = torch.stack([one for _, one in sorted(experts.pop(ours).items())])
             elif architecture == "llama" and (".attn_q." in ours or ".attn_k." in ours):
@@ -128,13 +128,14 @@ def _architecture(config: dict[str, Any]) -> str:
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if window and window < config["max_position_embeddings"]:
         _refuse(f"attends to {window:,} tokens (sliding_window), which its GGUF files do not say")
-    if kind == "qwen3_moe" and not config.get("norm_topk_prob"):
-        _refuse("does not norm its experts' weights (norm_topk_prob), and llama.cpp always does")
+    if kind == "qwen3_moe" and (not config.get("norm_topk_prob") or config.get("mlp_only_layers")):
+        _refuse("has experts whose weights are not normed, or not in all layers (norm_topk_prob)")
     return ARCHITECTURES[kind]
 
 
 def _add_settings(writer: Any, config: dict[str, Any]) -> None:
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
+    config.setdefault("num_local_experts", config.get("num_experts"))
     for name, key in (SIZES | (EXPERTS if config["model_type"] == "qwen3_moe" else {})).items():
         getattr(writer, f"add_{name}")(config[key])
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

@@ -129,7 +129,6 @@ GET     /v1/usage                                       use     nothing
 GET     /v1/cost                                        use     nothing
 GET     /v1/events                                      train   nothing
 GET     /v1/pool                                        admin   nothing
-GET     /v1/pool/hardware                               admin   nothing
 POST    /v1/pool/lease                                  admin   shared
 POST    /v1/gateways                                    admin   shared
 POST    /v1/gateways/load                               admin   shared

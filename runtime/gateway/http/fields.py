@@ -65,7 +65,6 @@ Limit: TypeAlias = Annotated[int, Query(ge=0, le=1000)]
 Count: TypeAlias = Annotated[int, Query(ge=0, le=LARGEST)]
 Real: TypeAlias = Annotated[float, Query(allow_inf_nan=False)]
 MaybeReal: TypeAlias = Annotated[float | None, Query(allow_inf_nan=False)]
-Points: TypeAlias = Annotated[int, Query(ge=3, le=20_000, description="Of each series, at most.")]
 
 
 def bucket_seconds(text: str | None) -> float | None:

@@ -31,7 +31,6 @@ from cray_agents.runtime.gateway.http.fields import (
     JobId,
     Limit,
     ListPage,
-    Points,
     RecordSchema,
     Trace,
     names_in,
@@ -46,12 +45,14 @@ from cray_agents.runtime.views.view_records import JobSeries
 from cray_agents.training_commands import CommandRequest, CommandResult
 from cray_agents.training_jobs import JobSpec, JobState, JobStatus
 
+MOST_POINTS = 20_000  # of a series
 MOST_NODES = 100  # in a page of a job's hardware
 LONGEST_WAIT = 30  # seconds that a question for a command's result is held
 POLL_INTERVAL = 0.005  # seconds between two looks for it
 Roots = tuple[Path, ...] | None  # the folders that a request may name directories of
 PARENT = "parent"  # as optimizer_from: the job that made the parent, if its optimizer can go on
 ACTION_FAILS = "404 not_found, 400 job_ended, 400 job_not_paused"
+Points = Annotated[int, Query(ge=3, le=MOST_POINTS, description="Of each series, at most.")]
 Names = Annotated[str, Query(description="Series, with commas; all unless given.")]
 
 

@@ -23,13 +23,12 @@ from cray_agents.runtime.gateway.http.api_keys import Keys, Role, key_names
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import answer_read, json_response
 from cray_agents.runtime.gateway.http.error_envelope import envelope
-from cray_agents.runtime.gateway.http.fields import DataList, Fields, MaybeReal, Points
+from cray_agents.runtime.gateway.http.fields import Fields, MaybeReal
 from cray_agents.runtime.gateway.http.routing import Router
 from cray_agents.runtime.gateway.replica_lease import LONGEST
 from cray_agents.runtime.gateway.services import Current
 from cray_agents.runtime.telemetry.call_metrics import EngineCollector, scrape
 from cray_agents.runtime.views.health_warnings import health_warnings
-from cray_agents.runtime.views.job_hardware import NodeHardware, pool_hardware
 from cray_agents.runtime.views.view_records import (
     KeyDemand,
     QueueClass,
@@ -232,12 +231,6 @@ async def pool(services: Current) -> Response:
         }
         | ({} if turns is None else {"turns": turns})
     )
-
-
-@router.get("/v1/pool/hardware", Role.admin, answer=DataList[NodeHardware])
-async def read_pool_hardware(services: Current, request: Request, points: Points = 200) -> Response:
-    """Return GPUs, ports and load of each replica's node, sampled every ten seconds."""
-    return await answer_read(request, lambda: {"data": pool_hardware(services.home, points)})
 
 
 @router.post("/v1/pool/lease", Role.admin, answer=ReplicaLease, fails="404 no_lease", audited=False)
