@@ -117,7 +117,7 @@ def test_an_outside_model_stands_beside_a_version_with_what_each_costs(tmp_path:
         assert ours["mean"]["value"] == pytest.approx(1 / 30) and theirs["mean"]["value"] == 1
         assert first["currency"] == "EUR" and theirs["seconds"] > 0
         (run,) = Store(Home(tmp_path / "home")).runs(RunQuery(model="big", limit=1))
-        usage = wait_for(elsewhere.get("/trajectories/stats", by="model"))["data"][0]
+        usage = wait_for(elsewhere.views.get("/trajectories/stats", by="model"))["data"][0]
         tokens = 2e-6 * usage["prompt_tokens"] + 8e-6 * usage["sampled_tokens"]
         assert theirs["cost"] == pytest.approx(tokens / 30) and run.cost and not run.calls
         place = {"kind": "replica", "holder": "replica-0", "what": "m@1", "node": "a", "cores": 4}
@@ -133,7 +133,7 @@ def test_an_outside_model_stands_beside_a_version_with_what_each_costs(tmp_path:
         assert again["models"]["m@1"]["cost"] == pytest.approx(4 * 36 / 3600 * 2 / 30, rel=0.01)
         shown = cli(*words, **told).stdout
         assert "0.00267 EUR" in shown and "big" in shown and "needs [prices]" not in shown
-        rows = wait_for(where.get("/evaluations"))["data"]
+        rows = wait_for(where.views.get("/evaluations"))["data"]
         assert [(row["model"], row["success"]["tasks"]) for row in rows] == [
             ("big", 30),
             ("m@1", 30),

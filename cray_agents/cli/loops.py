@@ -215,8 +215,8 @@ def print_result(result: EvaluationResult, by: str | None) -> None:
         if one.missing:
             why = ", ".join(f"{count} {kind}" for kind, count in one.errors.items())
             say(f"{name}: {one.missing} runs are missing ({why}); the same command tries again")
-    if any(one.cost is None and "@" in name for name, one in result.models.items()):
-        say("A cost needs [prices]; it is accounted each minute: the same command shows it then")
+    if len({one.cost is None for one in result.models.values()}) > 1:
+        say("A version's cost needs [prices], and is accounted each minute: ask again for it then")
     for found in result.comparisons:
         say(
             f"{found.candidate} - {found.incumbent}: {_interval(found.difference, '+')}, "

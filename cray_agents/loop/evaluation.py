@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Annotated, Any, ParamSpec, TypeVar, cast
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 from pydantic import Field, FiniteFloat, PositiveInt, StringConstraints
 
@@ -120,8 +120,8 @@ class Evaluation:
         )
         if not self._tasks:
             raise BadInput("there are no tasks to evaluate on", param="tasks")
-        one = isinstance(self.models, str | OutsideModel)
-        self.models = (cast("str | OutsideModel", self.models),) if one else self.models
+        if isinstance(self.models, str | OutsideModel):
+            self.models = (self.models,)
         self.models = self.models or (self.agent.model,)
         self.name = self.name or re.sub(r"[^A-Za-z0-9._-]", "-", self.agent.name)[:100]
         check_arguments(self, Evaluation, "tasks", "rewards")
@@ -178,7 +178,7 @@ class Evaluation:
         scores = [scores_of(each) for each in runs.values()]
         costs = {
             row["model"]: row
-            for row in (await platform.get("/evaluations", loop=self.loop))["data"]
+            for row in (await platform.views.get("/evaluations", loop=self.loop))["data"]
         }
         return EvaluationResult(
             loop=self.loop,
@@ -211,8 +211,7 @@ class Evaluation:
             scope = f"{version.id}/{digest(task.model_dump(mode='json'))}"
             requests += attempts_at([task], scope, self.attempts)
         report = partial(self._report, version.id, total=len(requests))
-        inside = isinstance(version, ModelVersion)
-        if inside and not await rollouts.are_scored(requests, version):
+        if isinstance(version, ModelVersion) and not await rollouts.are_scored(requests, version):
             await rollouts.gate.stage(version)
         runs = await rollouts.run(requests, version, self.temperature, report, paired=True)
         unscored = [run.error for run in runs if run.error and run.error.type == UNSCORED]

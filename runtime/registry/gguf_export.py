@@ -38,8 +38,8 @@ def write_gguf(directory: Path, target: Path, name: str, licence: str | None) ->
     import torch
     from safetensors.torch import load_file
 
-    config = read_config(directory)
-    architecture = _architecture(config)
+    config = _settings(directory)
+    architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(target, architecture, use_temp_file=True)
     writer.add_name(name)
     if licence is not None:
@@ -97,7 +97,8 @@ def compare(file: Path, directory: Path, prompts: Sequence[list[int]]) -> Logpro
     def logprobs(**place: Any) -> list[float]:
         model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
         found: list[float] = []
-        for ids in map(torch.tensor, prompts):
+        for prompt in prompts:
+            ids = torch.tensor(prompt) % config.vocab_size
             with torch.no_grad():
                 scores = model(ids[None, :-1]).logits[0].log_softmax(-1)
             found += scores.gather(1, ids[1:, None])[:, 0].tolist()
@@ -118,31 +119,32 @@ def _refuse(why: str) -> NoReturn:
     raise BadInput(f"the model {why}: export it with --to hf", param="to")
 
 
-def _architecture(config: dict[str, Any]) -> str:
-    kind = config.get("model_type")
+def _settings(directory: Path) -> dict[str, Any]:
+    """Return config.json with transformers' defaults. Raises BadInput for what GGUF cannot hold."""
+    raw = read_config(directory)
+    kind, rope = raw.get("model_type"), raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if kind not in ARCHITECTURES:
         _refuse(f"is of the kind {kind!r}, and GGUF files are made of {', '.join(ARCHITECTURES)}")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if (scaling := rope.get("rope_type", rope.get("type", "default"))) != "default":
         _refuse(f"scales its RoPE ({scaling}), which is not read back from GGUF")
+    from transformers import AutoConfig
+
+    config: dict[str, Any] = AutoConfig.from_pretrained(directory).to_dict()
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if window and window < config["max_position_embeddings"]:
         _refuse(f"attends to {window:,} tokens (sliding_window), which its GGUF files do not say")
-    if kind == "qwen3_moe" and (not config.get("norm_topk_prob") or config.get("mlp_only_layers")):
+    if kind == "qwen3_moe" and (not config["norm_topk_prob"] or config["mlp_only_layers"]):
         _refuse("has experts whose weights are not normed, or not in all layers (norm_topk_prob)")
-    return ARCHITECTURES[kind]
+    return config
 
 
 def _add_settings(writer: Any, config: dict[str, Any]) -> None:
-    config.setdefault("num_key_value_heads", config["num_attention_heads"])
-    config.setdefault("num_local_experts", config.get("num_experts"))
     for name, key in (SIZES | (EXPERTS if config["model_type"] == "qwen3_moe" else {})).items():
         getattr(writer, f"add_{name}")(config[key])
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     for name in ("key_length", "value_length", "rope_dimension_count"):
         getattr(writer, f"add_{name}")(size)
-    rope = config.get("rope_parameters") or config
-    writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
 
 
 def _add_tokens(writer: Any, directory: Path, size: int) -> None:
