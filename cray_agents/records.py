@@ -392,7 +392,7 @@ class Run(Record, Generic[Output]):
     redacted: list[Redaction] = Field(default_factory=list)
     imported: str | None = None
     owner: str = ""
-    cost: float | None = None
+    cost: float | None = Field(None, exclude_if=lambda cost: cost is None)
 
     @property
     def reward(self) -> float | None:
