@@ -230,7 +230,10 @@ def status(
         from cray_agents.runtime.views.job_hardware import pool_hardware
 
         nodes = pool_hardware(settings().root)
-        print_json(nodes) if given().json else print_nodes(nodes, "no replica was sampled")
+        if given().json:
+            print_json([node.model_dump() for node in nodes])
+        else:
+            print_nodes(nodes, "no replica was sampled")
     else:
         _show_status()
 

@@ -124,8 +124,8 @@ async def list_evaluations(
     """
 
     def read() -> dict[str, Any]:
-        given = services.home, services.store, services.prices
-        return {"data": evaluated_models(*given, loop)}
+        rows = evaluated_models(services.home, services.store, services.prices, loop)
+        return {"data": [row.model_dump(mode="json") for row in rows]}
 
     return await answer_read(request, read, long=True)
 
