@@ -44,11 +44,9 @@ class PricedEngine:
     async def chat(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answer as the engine does. Raises EngineError, also where no tokens are counted."""
         completion = await self._engine.chat(request)
-        usage = completion.get("usage") or {}
-        counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
-        if not all(isinstance(count, int) for count in counts):
-            url = self._model.base_url
-            raise EngineError(f"{url} does not count tokens (`usage`): no cost is known")
-        prices = self._model.prompt_price, self._model.sampled_price
-        self.cost += sum(n * price for n, price in zip(counts, prices, strict=True)) / 1e6
+        model, usage = self._model, completion.get("usage") or {}
+        prompt, sampled = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        if not (isinstance(prompt, int) and isinstance(sampled, int)):
+            raise EngineError(f"{model.base_url} counts no tokens (`usage`): no cost is known")
+        self.cost += (prompt * model.prompt_price + sampled * model.sampled_price) / 1e6
         return completion

@@ -3,7 +3,7 @@
 Called by gateway/routes/loops.py, for `eval` and the dashboard.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import Any
 
 from cray_agents.config.settings import PriceSettings
@@ -43,7 +43,7 @@ def evaluated_models(
         groups[row["loop"] or "", row["model"] or ""].append(row)
     ledger = read_holdings(home)
     reaches = max((line.time for line in ledger.served), default=0.0)
-    account, spent = account_of(ledger, store, prices), Counter[tuple[str, str]]()
+    account, spent = account_of(ledger, store, prices), defaultdict[tuple[str, str], float](float)
     for row in store.stats(which, keys, bucket=HOUR, percentiles=False):
         tokens = row["prompt_tokens"] or 0, row["sampled_tokens"] or 0
         money = account.spent_on(row["model"], row["time"], *tokens).money

@@ -293,12 +293,12 @@ async def test_replicas_are_sampled_on_their_nodes(tmp_path: Path) -> None:
     replica = VllmProcess("m", settings, home.logs / "replica-1.log")
     try:
         for _ in range(2):  # a restart goes on in the same file
-            await replica.start(checkpoint(tmp_path / "models", 1), "m@1")
+            await replica.start(checkpoint(tmp_path, 1), "m@1")
     finally:
         await replica.stop()
     attempt = home.replicas / "4" / "attempt" / "engine.txt.d"
     write_lines(attempt / "hardware.n2.jsonl", [{"event": "sample", "time": 1.0, "host.load": 3.0}])
-    own, other = pool_hardware(home)
+    other, own = pool_hardware(home)
     assert own.node == f"replica-1 on {os.uname().nodename}" and other.node == "4 on n2"
     assert len(own.series["host.load"]) == 4 and own.newest["host.memory_available_bytes"]
     assert len(own.series["host.rank_cores"]) >= 1, "the cores of the server are counted"
@@ -306,7 +306,7 @@ async def test_replicas_are_sampled_on_their_nodes(tmp_path: Path) -> None:
     printed = CliRunner(env={"COLUMNS": "200"}).invoke(app, command).stdout
     assert "replica-1 on" in printed and "load 3.0" in printed
     told = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
-    assert [node["node"] for node in told] == [own.node, other.node]
+    assert [node["node"] for node in told] == [other.node, own.node]
     bare = CliRunner().invoke(app, ["status", "--hardware", "--home", str(tmp_path / "none")])
     assert "no replica was sampled" in bare.stdout
     both = CliRunner().invoke(app, [*command, "--watch"])
