@@ -176,10 +176,7 @@ def export(
         return
     say(f"{done.id} is in {done.output}: {', '.join(done.files)}")
     if done.checked is not None:
-        say(
-            f"read back: logprobs of {done.checked.tokens} tokens differ by"
-            f" {done.checked.max:.2g} at most"
-        )
+        say(f"read back: logprobs of {done.checked.tokens} tokens, {done.checked.max:.2g} off")
     if done.licence is None:
         note("no licence is on record: ask where the weights come from before you pass them on")
 

@@ -359,9 +359,10 @@ class Rollouts:
     ) -> Run:
         """Carry out a run here, or let a worker of the agent's environment do it."""
         if isinstance(version, OutsideModel):
-            asked = {"loop": self.loop, "attempt": item.attempt, "seed": seed, "run_id": run_id}
             priced = PricedEngine(version)
-            run = await agent.through(priced).run(item.task, **asked)
+            run = await agent.through(priced).run(
+                item.task, run_id=run_id, loop=self.loop, attempt=item.attempt, seed=seed
+            )
             return run.model_copy(update={"model": version.id, "cost": priced.cost})
         if isinstance(agent.environment, WorkerEnvironment):
             spec = worker_spec(agent, agent.environment, item, self.loop, run_id, seed)

@@ -77,7 +77,12 @@ def root(tmp_path: Path) -> Home:
         await store.close()
 
     asyncio.run(write())
-    place = {"kind": "replica", "holder": "replica-0", "what": "m@1", "node": "a"}
+    place: dict[str, object] = {
+        "kind": "replica",
+        "holder": "replica-0",
+        "what": "m@1",
+        "node": "a",
+    }
     place |= {"gpus": ("0", "1"), "gpu_type": "nvidia_h100_80gb_hbm3", "state": "serving"}
     file = LedgerFile(home.ledger, "w")
     for time, event in ((T - 10, "hold"), (T + 1000, "leave")):
