@@ -3,6 +3,7 @@
 Called by gateway/routes/loops.py, for `eval` and the dashboard.
 """
 
+import sys
 from collections import defaultdict
 from typing import Any
 
@@ -21,7 +22,8 @@ class EvaluatedModel(Record):
 
     `success`: the mean reward, with its interval. `seconds`: of a request. `cost`: of a request, in
     `currency`: by its price for a model elsewhere, else its share of what the replicas were held
-    for. null: no price is known, or the account does not reach to its last run yet.
+    for. null: no price is known, or the account does not reach to its last run yet. Runs without a
+    reward do not count.
     """
 
     loop: str
@@ -37,7 +39,8 @@ def evaluated_models(
     home: Home, store: Store, prices: PriceSettings, loop: str | None = None
 ) -> list[EvaluatedModel]:
     """Return the models of an evaluation, or of all of them."""
-    which, keys = RunFilter(loop=loop, tags=[EVALUATION]), ("loop", "model")
+    which = RunFilter(loop=loop, tags=[EVALUATION], min_reward=-sys.float_info.max)  # scored ones
+    keys = ("loop", "model")
     groups: defaultdict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in store.stats(which, [*keys, "task"], percentiles=False):
         groups[row["loop"] or "", row["model"] or ""].append(row)
@@ -50,18 +53,18 @@ def evaluated_models(
         spent[row["loop"] or "", row["model"] or ""] += money
     models = []
     for (name, model), rows in sorted(groups.items()):
-        sums = {key: sum(row[key] for row in rows) for key in ("runs", "rewarded", "seconds")}
-        means = [row["mean_reward"] for row in rows if row["rewarded"]]
+        sums = {key: sum(row[key] for row in rows) for key in ("runs", "seconds")}
+        means = [row["mean_reward"] for row in rows]
         cost: float | None = None
         if "@" not in model:
-            query = RunQuery(loop=name, model=model, tags=[EVALUATION])
+            query = RunQuery(**which.model_dump() | {"loop": name, "model": model})
             cost = sum(run.cost or 0.0 for run in store.stream(query, "none"))
         elif prices.known and max(row["last"] for row in rows) < reaches:
             cost = spent[name, model]
         one = EvaluatedModel(
             loop=name,
             model=model,
-            success=estimate(means, sums["rewarded"]),
+            success=estimate(means, sums["runs"]),
             runs=sums["runs"],
             seconds=sums["seconds"] / sums["runs"],
             cost=None if cost is None else cost / sums["runs"],
