@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from cray_agents.loop.methods import SFT as SFT
     from cray_agents.loop.methods import Distill as Distill
     from cray_agents.loop.methods import Training as Training
+    from cray_agents.loop.outside_model import OutsideModel as OutsideModel
     from cray_agents.loop.settings import Data as Data
     from cray_agents.loop.settings import Sampling as Sampling
     from cray_agents.loop.stop_rules import Stop as Stop

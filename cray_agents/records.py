@@ -368,7 +368,8 @@ class Run(Record, Generic[Output]):
     For type checkers `Run[int]` is a run whose `output` is an int, or None if it has no output.
 
     `imported` names the format of a conversation that this platform did not record. `owner` is the
-    id of the API key that began the run, "" if none did.
+    id of the API key that began the run, "" if none did. `cost`: of its calls, by the price of a
+    model elsewhere.
     """
 
     id: str
@@ -391,6 +392,7 @@ class Run(Record, Generic[Output]):
     redacted: list[Redaction] = Field(default_factory=list)
     imported: str | None = None
     owner: str = ""
+    cost: float | None = Field(None, exclude_if=lambda cost: cost is None)
 
     @property
     def reward(self) -> float | None:

@@ -38,6 +38,7 @@ layouts over ranks | trainers/numerics trainers/context | | parallel resume trai
 full sharding | trainers/transformers_backend/weight_shards | | sharding
 any model of transformers | trainers/transformers_backend/transformers_jobs | | transformers
 parents as GGUF files, or by a hub's name | runtime/named_models | |
+versions exported for other programs, GGUF among them | runtime/model_export | |
 Megatron-Bridge | trainers/megatron_bridge/bridge_choice | |
 fused kernels, Transformer Engine, FP8 | trainers/kernels trainers/layer_choice | | train-1B
 losses of the head, compiled on GPUs | trainers/head | | train-1B
@@ -48,7 +49,8 @@ jobs that continue after failures | trainers/resume trainers/job | trainers/faul
 training sessions | trainers/session training_session | | session session-lora
 agreement of trainer and engine | trainers/engine_agreement | | logprobs
 router replay, from recorded experts | runtime/datasets/routes trainers/router_replay | |
-estimates of `plan` | trainers/plan trainers/planned_memory | | train-1B train-3B train-moe
+estimates of `plan train` | trainers/plan trainers/planned_memory | | train-1B train-3B train-moe
+replicas for a load: `plan serve` | runtime/cost/serve_plan | |
 APIs of OpenAI and Anthropic | runtime/vllm_apis runtime/anthropic_shapes | |
 Tinker scripts | runtime/tinker | |
 batches, files, fine-tuning | runtime/batches runtime/fine_tuning | |

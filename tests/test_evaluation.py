@@ -3,18 +3,22 @@
 import json
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cray_agents import Agent, Evaluation, Run, Task, TaskSet, evaluate_sync
+from cray_agents import Agent, Evaluation, OutsideModel, Run, Task, TaskSet, evaluate_sync
+from cray_agents.agent.environment import WorkerEnvironment
 from cray_agents.agent.user_code import wait_for
+from cray_agents.config.settings import PriceSettings
 from cray_agents.errors import BadInput, NotFound, SwapError
 from cray_agents.loop import rollouts
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe, RunFilter, RunQuery
+from cray_agents.runtime.accounting.ledger import LedgerFile, LedgerLine
 from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
 from tests.support.bare_models import bare_model
@@ -28,6 +32,8 @@ PASSED = {
     "m@2": {"a0": 4, "a1": 1, "a2": 4, "b0": 0, "b1": 0},  # b2: the infrastructure fails it
 }
 AGENT = Agent("clerk", model="m", temperature=1.0)
+WORKED = Agent("clerk", model="m", environment=WorkerEnvironment("theirs"))
+OUTSIDE_MODEL = OutsideModel(model="o", base_url="http://x", prompt_price=0, sampled_price=0)
 TASKS = TaskSet([Task(input=name, metadata={"kind": name[0]}) for name in PASSED["m@1"]])
 
 
@@ -89,6 +95,70 @@ def said(request: dict[str, Any]) -> str:
 
 def add_version(where: Any, folder: Path) -> None:
     wait_for(where.register("m", str(bare_model(folder / "second", b"other"))))
+
+
+@pytest.mark.slow
+def test_an_outside_model_stands_beside_a_version_with_what_each_costs(tmp_path: Path) -> None:
+    (tmp_path / "e.py").write_text(OUTSIDE)
+    prices = PriceSettings(core_hour=2.0, currency="EUR")
+    inside = ScriptedEngine(lambda request, _: "7")
+    outside = ScriptedEngine(lambda request, _: said(request))
+    with (
+        platform(tmp_path / "other", outside, name="big") as elsewhere,
+        platform(tmp_path / "home", inside, prices=prices) as where,
+    ):
+        words = ["eval", "e.py", "--url", where.url]
+        told: dict[str, Any] = {"cwd": tmp_path, "OTHER": elsewhere.url}
+        first = json.loads(cli(*words, "--json", **told).stdout)
+        ours, theirs = first["models"]["m@1"], first["models"]["big"]
+        assert ours["cost"] is None, "the account does not reach to these runs yet"
+        assert ours["mean"]["value"] == pytest.approx(1 / 30) and theirs["mean"]["value"] == 1
+        assert first["currency"] == "EUR" and theirs["seconds"] > 0
+        (run,) = Store(Home(tmp_path / "home")).runs(RunQuery(model="big", limit=1))
+        usage = wait_for(elsewhere.views.get("/trajectories/stats", by="model"))["data"][0]
+        tokens = 2e-6 * usage["prompt_tokens"] + 8e-6 * usage["sampled_tokens"]
+        assert theirs["cost"] == pytest.approx(tokens / 30) and run.cost and not run.calls
+        place = {"kind": "replica", "holder": "replica-0", "what": "m@1", "node": "a", "cores": 4}
+        now = time.time()
+        lines = [(now - 60, "hold", 0.0), (now, "busy", 36.0), (now, "served", 0.0)]
+        file = LedgerFile(Home(tmp_path / "home").ledger, "w")
+        file.write([LedgerLine(time=at, event=event, seconds=busy, state="serving", **place)
+                    for at, event, busy in lines])  # fmt: skip
+        file.close()
+        asked = len(inside.requests), len(outside.requests)
+        again = json.loads(cli(*words, "--json", **told).stdout)
+        assert asked == (len(inside.requests), len(outside.requests)), "all is on record"
+        cost = again["models"]["m@1"]["cost"]  # less where an hour begins meanwhile
+        assert 0 < cost <= 1.01 * 4 * 36 / 3600 * 2 / 30
+        shown = cli(*words, **told).stdout
+        assert f"{cost:.3g} EUR" in shown and "big" in shown and "needs [prices]" not in shown
+        rows = wait_for(where.views.get("/evaluations"))["data"]
+        assert [row["model"] for row in rows] == ["big", "m@1"]
+        assert rows[1]["cost"] == pytest.approx(cost, rel=0.01)
+        assert rows[1]["success"]["low"] == pytest.approx(ours["mean"]["low"])
+        for given, why in (
+            ("2", "sampled_price"),
+            ("-1, sampled_price=1", "greater than or equal"),
+        ):
+            bad = OUTSIDE.replace("2, sampled_price=8", given)
+            (tmp_path / "bad.py").write_text(bad)
+            refused(cli("eval", "bad.py", *words[2:], **told), "OutsideModel", why)
+
+
+OUTSIDE = """
+import os
+from cray_agents import Agent, Evaluation, OutsideModel, Task, reward
+
+@reward
+def right(run):
+    return run.output == run.task.target
+
+big = OutsideModel(
+    model="big", base_url=os.environ["OTHER"], prompt_price=2, sampled_price=8, api_key="NONE"
+)
+tasks = [Task(input=str(n), target=str(n)) for n in range(30)]
+evaluation = Evaluation(Agent(name="echo", model="m"), tasks, right, models=["m", big])
+"""
 
 
 FILE = """
@@ -168,6 +238,7 @@ def test_a_killed_evaluation_goes_on_and_asks_nothing_twice(tmp_path: Path) -> N
         ({"temperature": 0, "attempts": 2}, "attempts", "would all be the same"),
         ({"by": "level"}, "by", "there is 'kind'"),
         ({"models": [1]}, "models", "valid string"),
+        ({"models": [OUTSIDE_MODEL], "agent": WORKED}, "models", "ask the platform alone"),
         ({"name": "a/b"}, "name", "match pattern"),
         ({"agent": "clerk"}, "agent", "give an Agent"),
     ],

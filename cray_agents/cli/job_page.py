@@ -1,7 +1,7 @@
 """Job page of `jobs show`: gather a job's folder as JSON and print it as a page. For jobs.py."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -384,9 +384,15 @@ def print_hardware(hardware: JobHardware) -> None:
             f"{slurm.joules:.0f} J of its nodes" if slurm.joules is not None else "",
         ]
         line(slurm.why_unknown or f"by Slurm: {', '.join(filter(None, facts)) or 'nothing'}", 2)
-    if not hardware.nodes:
-        line("no node of it was sampled: it has not started, or an older release trained it", 2)
-    for node in hardware.nodes:
+    why = "no node of it was sampled: it has not started, or an older release trained it"
+    print_nodes(hardware.nodes, why)
+
+
+def print_nodes(nodes: Sequence[NodeHardware], why: str) -> None:
+    """Print the last sample of each node; `why` there is none."""
+    if not nodes:
+        line(why, 2)
+    for node in nodes:
         _print_node(node)
 
 
@@ -397,7 +403,7 @@ def _print_node(node: NodeHardware) -> None:
     load, cores = newest.get("host.load"), newest.get("host.rank_cores")
     host = [
         f"load {load}" if load is not None else "",
-        f"its ranks use {cores:.1f} cores" if isinstance(cores, float) else "",
+        f"{cores:.1f} cores in use by it" if isinstance(cores, float) else "",
     ]
     line("; ".join(filter(None, host)), 2)
     rows = []

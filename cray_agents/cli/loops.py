@@ -168,15 +168,16 @@ def evaluate(
         typer.Argument(help="A Python file that defines `evaluation`; FILE:NAME for another name."),
     ],
 ) -> None:
-    """Measure versions of a model on tasks: mean@k and pass@k with intervals of 95 %.
+    """Measure versions of a model on tasks: mean@k and pass@k with intervals of 95 %, and costs.
 
     The file's `Evaluation(agent, tasks, rewards, models=["a@1", "a@2"], attempts=8)` says what is
     run. The same command goes on where it stopped, and runs nothing that is on record.
     """
     path, name = split_target(file)
     evaluation = find(load(path), name or "evaluation", Evaluation, path)
+    names = [model for model in evaluation.models if isinstance(model, str)]
     with (
-        platform_for(evaluation.models[0].partition("@")[0]) as platform,
+        platform_for([*names, evaluation.agent.model][0].partition("@")[0]) as platform,
         progress_bar(MofNCompleteColumn()) as bar,
     ):
         task = bar.add_task("")
@@ -203,6 +204,8 @@ def print_result(result: EvaluationResult, by: str | None) -> None:
             **{f"pass@{n}": _interval(one.pass_at[n]) for n in (1, k)},
             "tasks": one.mean.tasks,
             "missing": one.missing,
+            "seconds": f"{whole.seconds:.3g}" if one is whole and whole.seconds else "",
+            "cost": _cost(whole.cost, result.currency) if one is whole else "",
         }
         for name, whole in result.models.items()
         for group, one in [("all", whole), *whole.by.items()]
@@ -212,6 +215,8 @@ def print_result(result: EvaluationResult, by: str | None) -> None:
         if one.missing:
             why = ", ".join(f"{count} {kind}" for kind, count in one.errors.items())
             say(f"{name}: {one.missing} runs are missing ({why}); the same command tries again")
+    if len({one.cost is None for one in result.models.values()}) > 1:
+        say("A version's cost needs [prices], and is accounted each minute: ask again for it then")
     for found in result.comparisons:
         say(
             f"{found.candidate} - {found.incumbent}: {_interval(found.difference, '+')}, "
@@ -222,6 +227,10 @@ def print_result(result: EvaluationResult, by: str | None) -> None:
         "" if given().url else f": cray-agents runs list --where loop={result.loop}{given().words}"
     )
     say(f"The runs are those of loop={result.loop}{look}")
+
+
+def _cost(cost: float | None, currency: str) -> str:
+    return "-" if cost is None else f"{cost:.3g} {currency}"
 
 
 def _interval(estimate: Estimate, sign: str = "") -> str:

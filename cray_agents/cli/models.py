@@ -1,6 +1,6 @@
 """`models`: list, show, promote, roll back and try out model versions.
 
-List and show only read the shared root, with or without a platform; merge writes there. Promote,
+List and show only read the shared root, with or without a platform, and so does export. Promote,
 rollback and reject call the running platform, which swaps at once. Without a platform they decide
 what the next one serves. A canary needs a platform. Read next: runtime/registry/registry.py,
 runtime/registry/canary.py.
@@ -8,7 +8,8 @@ runtime/registry/canary.py.
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.markup import escape
@@ -37,7 +38,7 @@ from cray_agents.runtime.registry.registry import ModelEvent, Registry
 from cray_agents.server.platform_process import ask_once, client, command, fetch, owner, running
 
 commands = Commands(
-    "models", help="Model versions: list, show, promote, rollback, reject, merge, canary."
+    "models", help="Model versions: list, show, promote, rollback, reject, export, canary."
 )
 
 Name = Annotated[str, typer.Argument(help="The name of a model.")]
@@ -152,22 +153,32 @@ def reject(version: Version, reason: Reason = "", who: Who = "") -> None:
     )
 
 
-@commands.command("merge")
-def merge(version: Version) -> None:
-    """Write an adapter version and its base as one whole model; print the directory.
+@commands.command("export")
+def export(
+    version: NameOrVersion,
+    output: Annotated[Path, typer.Option(help="The new folder to write.")],
+    to: Annotated[str, typer.Option(help="The form: hf, gguf or adapter.")] = "hf",
+) -> None:
+    """Write a version for other programs, with a model card of its data, decision and parents.
 
-    It is for other tools: replicas load the adapter beside its base, and jobs go on with it. It is
-    deleted with the version.
+    hf: whole weights as Hugging Face's libraries read them, an adapter merged with its base. gguf:
+    a file for llama.cpp, whose log-probabilities are compared with the version's. adapter: the LoRA
+    adapter alone, in PEFT's layout.
     """
-    from cray_agents.runtime.registry import adapters
+    from cray_agents.runtime.registry.model_export import Form, export_version
 
-    home = root()
-    found = Registry(home).resolve("@".join(map(str, parse_version(version))))
-    directory = adapters.merge(home.checkpoint(found.checkpoint))
+    forms: dict[str, Form] = {name: name for name in get_args(Form)}
+    if to not in forms:
+        raise BadInput(f"--to {to!r}: give {', '.join(forms)}", param="to")
+    done = export_version(Registry(root()), version, forms[to], output.absolute())
     if given().json:
-        print_json({"id": found.id, "directory": str(directory)})
-    else:
-        say(str(directory))
+        print_json(done)
+        return
+    say(f"{done.id} is in {done.output}: {', '.join(done.files)}")
+    if done.checked is not None:
+        say(f"read back: logprobs of {done.checked.tokens} tokens, {done.checked.max:.2g} off")
+    if done.licence is None:
+        note("no licence is on record: ask where the weights come from before you pass them on")
 
 
 @commands.command("canary", takes="")

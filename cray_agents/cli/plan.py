@@ -1,17 +1,27 @@
-"""`plan`: estimate memory, time and cost of a training run before it is submitted.
+"""`plan`: estimate what a training run, or a load to serve, needs.
 
-Only a model's config is read: no GPU, platform or weights are needed. Read next:
-trainers/planning/.
+`train` reads only a model's config: no GPU, platform or weights are needed. `serve` goes by what
+calls of this root's pool took. Read next: trainers/planning/, runtime/accounting/serve_plan.py.
 """
 
 import re
 import sys
+import time
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.screen import console, print_json, say, settings, show
+from cray_agents.cli.screen import (
+    console,
+    open_store,
+    print_json,
+    root,
+    say,
+    settings,
+    show,
+)
+from cray_agents.cli.where import duration
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.runtime.registry.registry import Registry
@@ -46,7 +56,7 @@ UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
 LENGTH = 4096  # default tokens of a sequence
 
 
-commands = Commands()
+commands = Commands("plan", help="Estimate a training run, or the replicas that a load needs.")
 
 
 def _under(heading: str, text: str, *names: str, **limits: Any) -> Any:
@@ -56,8 +66,8 @@ def _under(heading: str, text: str, *names: str, **limits: Any) -> Any:
 _AMOUNT, _CLUSTER, _HOW = "How much (one of)", "Where", "How"
 
 
-@commands.command("plan")
-def plan(
+@commands.command("train")
+def train(
     model: Annotated[
         str,
         typer.Option(help="A directory with a config.json, name@N, or only a size such as 7B."),
@@ -170,6 +180,49 @@ def plan(
         print_json(estimate.data())
     else:
         _print_plan(estimate, limit)
+
+
+@commands.command("serve")
+def serve(
+    model: Annotated[
+        str, typer.Option(help="The name of a model that a pool of this root served.")
+    ],
+    rate: Annotated[float, typer.Option(help="The requests a second.")],
+    tokens_in: Annotated[int, typer.Option(help="The prompt's tokens that no cache has.", min=1)],
+    tokens_out: Annotated[int, typer.Option(help="The tokens of an answer.", min=1)],
+    latency: Annotated[
+        float | None, typer.Option(help="The seconds that a request may take on average.")
+    ] = None,
+    price: Annotated[
+        float | None,
+        typer.Option(help="Of a GPU, else a core, for an hour; default: \\[prices].", min=0),
+    ] = None,
+    since: Annotated[
+        str | None, typer.Option(help="Measure by the calls of the last 30m, 12h or 7d alone.")
+    ] = None,
+) -> None:
+    """Say how many replicas and GPUs a load needs, and what a request costs.
+
+    By the newest calls of the model that are on record: put a load like yours on the pool first.
+    """
+    from cray_agents.runtime.accounting.holdings import read_holdings
+    from cray_agents.runtime.accounting.serve_plan import ServedLoad, calibrate, plan_load
+
+    load = ServedLoad(_positive("rate", rate), tokens_in, tokens_out)
+    wanted = None if latency is None else _positive("latency", latency)
+    begin = 0.0 if since is None else time.time() - duration(since, "since")
+    with open_store() as store:
+        by = calibrate(store, read_holdings(root()), model.partition("@")[0], begin)
+    done = plan_load(by, load, wanted, settings().prices, price)
+    if given().json:
+        print_json(done)
+        return
+    devices = f"{done.gpus} GPUs" if done.gpus else f"{done.cores} cores"
+    cost = f"{done.cost or 0:.3g} {done.currency} a request"
+    say(f"replicas {done.replicas}, with {devices}: {done.limit}")
+    say(f"time     {done.seconds:.3g} s a request, {done.under_way:.3g} at a time on a replica")
+    say(f"cost     {cost if done.cost is not None else 'no price is known: give --price'}")
+    say(f"by       {by.calls} calls, {by.error:.0%} off on average, {by.busiest:.3g} at a time")
 
 
 # ---- reading the options

@@ -205,12 +205,15 @@ def status(
         str | None,
         typer.Option(help="With --events: go on behind this `cursor`, which --json shows."),
     ] = None,
+    hardware: Annotated[
+        bool, typer.Option("--hardware", help="Show the load of the replicas' GPUs and nodes.")
+    ] = False,
 ) -> None:
     """Say what runs on this shared root: the platform, its replicas and their versions."""
     if (kind or after) and not events:
         raise BadInput("--kind and --after go with --events", param="events")
-    if watch and events:
-        raise BadInput("give --watch or --events, not both", param="watch")
+    if watch + events + hardware > 1:
+        raise BadInput("give one of --watch, --events and --hardware", param="watch")
     if watch:
         from cray_agents.cli import overview
 
@@ -222,6 +225,15 @@ def status(
         raise BadInput(
             "--url goes with --watch or --events; or name a root with --home", param="url"
         )
+    elif hardware:
+        from cray_agents.cli.job_page import print_nodes
+        from cray_agents.runtime.views.job_hardware import pool_hardware
+
+        nodes = pool_hardware(settings().root)
+        if given().json:
+            print_json([node.model_dump() for node in nodes])
+        else:
+            print_nodes(nodes, "no replica was sampled")
     else:
         _show_status()
 

@@ -156,7 +156,7 @@ def _report_result(home: Home, status: JobStatus, name: str | None) -> None:
     folder = home.checkpoint(status.checkpoint or status.id)
     say(str(folder))
     if (base := base_of(folder)) is not None:
-        note(f"an adapter over {base.name}; `cray-agents models merge` makes one model of the two")
+        note(f"an adapter over {base.name}; `cray-agents models export` makes one model of the two")
     elif (folder / ADAPTER).is_dir():
         note(f"merged weights; the adapter alone is in {folder / ADAPTER}")
     if name is not None:

@@ -9,11 +9,11 @@ to it. Read next: rollouts.py; promotion/figures.py.
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Annotated, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 from pydantic import Field, FiniteFloat, PositiveInt, StringConstraints
 
@@ -26,7 +26,8 @@ from cray_agents.iteration import LoopProgress
 from cray_agents.loop.argument_checks import check_agent, check_key
 from cray_agents.loop.evaluator import version_named
 from cray_agents.loop.loop import STOP_SECONDS
-from cray_agents.loop.rollouts import Rollouts, attempts_at, scores_of
+from cray_agents.loop.outside_model import OutsideModel
+from cray_agents.loop.rollouts import Evaluated, Rollouts, attempts_at, scores_of
 from cray_agents.loop.settings_record import record_of
 from cray_agents.loop.version_gate import VersionGate
 from cray_agents.platform.client import Platform
@@ -43,22 +44,27 @@ R = TypeVar("R")
 class VersionResult(Figures):
     """A version's figures: over all tasks, and `by` the values of a metadata key.
 
-    `errors` counts the missing attempts by the type of their error.
+    `errors` counts the missing attempts by the type of their error. `seconds`: of a run on average;
+    `cost`: of a run, see runtime/views/evaluations.py; None while it is not known.
     """
 
     by: dict[str, Figures]
     errors: dict[str, int]
+    seconds: float | None = None
+    cost: float | None = None
 
 
 class EvaluationResult(Record):
     """The results of an evaluation, by `name@N`, and each later version against the first one.
 
-    `loop` is the name that the runs are recorded under, with the tag `evaluation`.
+    `loop` is the name that the runs are recorded under, with the tag `evaluation`. `currency`: of
+    the costs.
     """
 
     loop: str
     attempts: int
     temperature: float | None
+    currency: str = "USD"
     models: dict[str, VersionResult]
     comparisons: list[PairedDifference]
 
@@ -72,8 +78,8 @@ class Evaluation:
         tasks: all of them, whatever their split; those of a plain list are test tasks. Their runs
             are never trained on.
         rewards: functions marked with @reward, as in Loop.
-        models: versions `name@N`, or names, which mean their promoted version; default: the
-            agent's model.
+        models: versions `name@N`, or names, which mean their promoted version, or an OutsideModel,
+            which another server answers for; default: the agent's model.
         attempts: runs of each task, for mean@k and pass@k.
         temperature: of the runs; 0 is greedy, for which one attempt is enough. Default: the
             agent's.
@@ -90,7 +96,7 @@ class Evaluation:
     agent: Agent
     tasks: TaskSet | Sequence[TaskLike]
     rewards: Sequence[RewardFunction]
-    models: Sequence[str] = ()
+    models: Sequence[str | OutsideModel] = ()
     attempts: PositiveInt = 1
     temperature: Annotated[FiniteFloat, Field(ge=0)] | None = None
     by: str | None = None
@@ -114,10 +120,17 @@ class Evaluation:
         )
         if not self._tasks:
             raise BadInput("there are no tasks to evaluate on", param="tasks")
-        self.models = (self.models,) if isinstance(self.models, str) else self.models
+        if isinstance(self.models, str | OutsideModel):
+            self.models = (self.models,)
         self.models = self.models or (self.agent.model,)
         self.name = self.name or re.sub(r"[^A-Za-z0-9._-]", "-", self.agent.name)[:100]
         check_arguments(self, Evaluation, "tasks", "rewards")
+        outside = [one.id for one in self.models if isinstance(one, OutsideModel)]
+        if outside and own:
+            raise BadInput(
+                f"models={outside[0]!r}: workers of an environment ask the platform alone",
+                param="models",
+            )
         if self.temperature is None:
             self.temperature = self.agent.temperature
         if self.temperature == 0 and self.attempts > 1:
@@ -143,7 +156,10 @@ class Evaluation:
         failed all runs of a version, and BadInput if none of them could be scored.
         """
         platform = self.platform = self.platform or Platform()
-        versions = [await version_named(platform, model) for model in self.models]
+        versions = [
+            one if isinstance(one, OutsideModel) else await version_named(platform, one)
+            for one in self.models
+        ]
         ids = [version.id for version in versions]
         if twice := [name for name in ids if ids.count(name) > 1]:
             raise BadInput(f"models={list(self.models)}: {twice[0]} is in it twice", param="models")
@@ -160,11 +176,16 @@ class Evaluation:
             with suppress(NotFound, EngineUnavailable):  # no replica is held, or nobody is there
                 await platform.renew(holder, 0)
         scores = [scores_of(each) for each in runs.values()]
+        costs = {
+            row["model"]: row
+            for row in (await platform.views.get("/evaluations", loop=self.loop))["data"]
+        }
         return EvaluationResult(
             loop=self.loop,
             attempts=self.attempts,
             temperature=self.temperature,
-            models={name: self._result(each) for name, each in runs.items()},
+            currency=next((row["currency"] for row in costs.values()), "USD"),
+            models={name: self._result(each, costs.get(name, {})) for name, each in runs.items()},
             comparisons=[
                 compare((ids[0], other), scores[0], theirs)
                 for other, theirs in zip(ids[1:], scores[1:], strict=True)
@@ -183,14 +204,14 @@ class Evaluation:
 
         return user_code.wait_for(alone(), STOP_SECONDS)
 
-    async def _runs(self, rollouts: Rollouts, version: ModelVersion) -> list[Run]:
+    async def _runs(self, rollouts: Rollouts, version: Evaluated) -> list[Run]:
         """A version's runs at all tasks: recorded ones, and the rest carried out now."""
         requests = []
         for task in self._tasks:
             scope = f"{version.id}/{digest(task.model_dump(mode='json'))}"
             requests += attempts_at([task], scope, self.attempts)
         report = partial(self._report, version.id, total=len(requests))
-        if not await rollouts.are_scored(requests, version):
+        if isinstance(version, ModelVersion) and not await rollouts.are_scored(requests, version):
             await rollouts.gate.stage(version)
         runs = await rollouts.run(requests, version, self.temperature, report, paired=True)
         unscored = [run.error for run in runs if run.error and run.error.type == UNSCORED]
@@ -204,7 +225,7 @@ class Evaluation:
     def _report(self, phase: str, done: int = 0, total: int = 0) -> None:
         self.on_progress(LoopProgress(0, phase, done, total))
 
-    def _result(self, runs: Sequence[Run]) -> VersionResult:
+    def _result(self, runs: Sequence[Run], row: Mapping[str, Any]) -> VersionResult:
         groups: dict[str, list[Run]] = {}
         for run in runs:
             value = run.task.metadata.get(self.by) if run.task and self.by else None
@@ -214,6 +235,8 @@ class Evaluation:
             **dict(self._figures(runs)),
             by={name: self._figures(groups[name]) for name in sorted(groups)} if self.by else {},
             errors=dict(Counter(lost)),
+            seconds=row.get("seconds"),
+            cost=row.get("cost"),
         )
 
     def _figures(self, runs: Sequence[Run]) -> Figures:

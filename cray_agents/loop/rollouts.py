@@ -30,6 +30,7 @@ from typing import Any
 from cray_agents.agent.agent import Agent
 from cray_agents.agent.environment import WorkerEnvironment
 from cray_agents.errors import BadInput, EngineUnavailable, NotFound, RewardError
+from cray_agents.loop.outside_model import OutsideModel, PricedEngine
 from cray_agents.loop.version_gate import GatedEngine, VersionGate
 from cray_agents.platform.client import Platform
 from cray_agents.promotion.figures import figures_of
@@ -55,6 +56,7 @@ from cray_agents.rewards.reward import (
 RETRIES = 2  # of a run that the infrastructure failed, or of a reward that failed
 BACKOFF = 0.5  # seconds before a run is tried again; before the next time, four times as many
 STRAGGLES = 3.0
+Evaluated = ModelVersion | OutsideModel  # what answers; the latter in evaluations alone
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ class Rollouts:
         split: Split | None,
         *,
         iteration: int | None = None,
-        version: ModelVersion | None = None,
+        version: Evaluated | None = None,
     ) -> list[Run]:
         """Runs of this loop that are on record."""
         model = version.id if version else None
@@ -162,7 +164,7 @@ class Rollouts:
     async def run(
         self,
         requests: Sequence[RolloutRequest],
-        version: ModelVersion,
+        version: Evaluated,
         temperature: float | None,
         on_done: Callable[[int], None],
         *,
@@ -229,7 +231,7 @@ class Rollouts:
         """Cancel the runs in progress, as if they had never begun."""
         await cancel(list(self.going.values()))
 
-    async def are_scored(self, requests: Sequence[RolloutRequest], version: ModelVersion) -> bool:
+    async def are_scored(self, requests: Sequence[RolloutRequest], version: Evaluated) -> bool:
         """Tell whether all these runs are on record with a reward."""
         known = await self._known(requests, version) if requests else {}
         scored = {
@@ -255,7 +257,7 @@ class Rollouts:
         self._left = [each for each in self._left if not each.task.done()]
 
     async def _known(
-        self, requests: Sequence[RolloutRequest], version: ModelVersion
+        self, requests: Sequence[RolloutRequest], version: Evaluated
     ) -> dict[str, Run]:
         first, splits = requests[0], {item.task.split for item in requests}
         of = None if first.iteration is not None else version
@@ -267,7 +269,7 @@ class Rollouts:
         self,
         item: RolloutRequest,
         agent: Agent,
-        version: ModelVersion,
+        version: Evaluated,
         known: dict[str, Run],
         paired: bool = False,
         final: bool = False,
@@ -318,7 +320,7 @@ class Rollouts:
     async def _one(
         self,
         agent: Agent,
-        version: ModelVersion,
+        version: Evaluated,
         item: RolloutRequest,
         going: ActiveRollout,
         known: dict[str, Run],
@@ -349,13 +351,19 @@ class Rollouts:
     async def _carried_out(
         self,
         agent: Agent,
-        version: ModelVersion,
+        version: Evaluated,
         item: RolloutRequest,
         going: ActiveRollout,
         run_id: str,
         seed: int | None,
     ) -> Run:
         """Carry out a run here, or let a worker of the agent's environment do it."""
+        if isinstance(version, OutsideModel):
+            priced = PricedEngine(version)
+            run = await agent.through(priced).run(
+                item.task, run_id=run_id, loop=self.loop, attempt=item.attempt, seed=seed
+            )
+            return run.model_copy(update={"model": version.id, "cost": priced.cost})
         if isinstance(agent.environment, WorkerEnvironment):
             spec = worker_spec(agent, agent.environment, item, self.loop, run_id, seed)
             async with self.gate.passing(version, nullcontext()):

@@ -39,6 +39,7 @@ from cray_agents.runtime.pool.weight_transfer import TransferSettings
 from cray_agents.runtime.registry.deltas import rebuilt_bytes
 from cray_agents.runtime.registry.foreign_model import may_run
 from cray_agents.runtime.scheduler.gpu_placement import VISIBLE
+from cray_agents.runtime.scheduler.sampler import HardwareSampler
 from cray_agents.runtime.vllm_plugins.wire import SOCKET, VARIABLE
 
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL
@@ -224,6 +225,7 @@ class VllmProcess(VllmHost, LocalPlace):
         self._ended = asyncio.Event()
         self._tasks = BackgroundTasks()
         self._offset = 0  # in the log: the start of the present process
+        self._sampler: HardwareSampler | None = None
 
     async def start(self, checkpoint: Path, version: str) -> None:
         """Load a checkpoint in a fresh process; end the former one first.
@@ -262,6 +264,9 @@ class VllmProcess(VllmHost, LocalPlace):
     async def stop(self) -> None:
         """End the server and everything it started; return when all of it is gone."""
         process, self._process = self._process, None
+        if self._sampler is not None:
+            await asyncio.to_thread(self._sampler.close)
+            self._sampler = None
         await self._tasks.close()
         if self._engine is not None:
             await self._engine.close()
@@ -303,6 +308,11 @@ class VllmProcess(VllmHost, LocalPlace):
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.pid = self._process.pid
         self._ended.clear()
+        folder = self.log.with_name(f"{self.log.name}.d")
+        folder.mkdir(exist_ok=True)
+        gpus = None if self.devices is None else self.devices.split(",")
+        self._sampler = HardwareSampler(folder, [self.pid], gpus=gpus)
+        self._sampler.start()
         url = f"{UNIX}{self._folder.path / _SOCKET}"
         if self.address:
             url = f"http{'' if self.tls is None else 's'}://{self.address}:{self.port}"

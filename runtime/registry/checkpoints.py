@@ -346,7 +346,7 @@ def inspect(source: Path, *, with_manifest: bool = False) -> tuple[Manifest, dic
     if own is not None and own.base is not None:
         raise BadInput(
             f"{source} is an adapter over {own.base} of another root: merge it there first"
-            " (`cray-agents models merge`), and bring what that makes",
+            " (`cray-agents models export`), and bring what that makes",
             param="checkpoint",
         )
     if own is None and with_manifest:

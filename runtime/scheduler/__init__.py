@@ -1,1 +1,1 @@
-"""Schedulers: run commands on Slurm, or as processes of this machine."""
+"""Schedulers: run commands on Slurm, or as processes of this machine, and sample its devices."""

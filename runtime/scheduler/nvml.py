@@ -1,7 +1,7 @@
 """NVML: what NVIDIA's driver says of this node's GPUs, by ctypes on its own library.
 
 A figure that a GPU does not have is left out, never 0. Names and units of the functions are those
-of the NVML API Reference. No GPU was seen. Called by telemetry/sampler.py.
+of the NVML API Reference. No GPU was seen. Called by scheduler/sampler.py.
 
 The meters count the joules of GPUs since a holder got them, for its lines of the ledger
 (accounting/ledger.py). A counter that went back, as after a reset of the GPU, counts from there on.

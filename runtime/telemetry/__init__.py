@@ -1,1 +1,1 @@
-"""Telemetry: numbers, traces, an audit log, timelines and the load of devices."""
+"""Telemetry: numbers, traces, an audit log and timelines."""

@@ -1,8 +1,9 @@
 """Job views: a job on its nodes, the slowest rank, why it waits, and its measures by step.
 
-The files of nodes are those of telemetry/sampler.py, in the folder of the job, or of the session
-that trained it. A damaged line, or one that is still written, is left out. Called by
-gateway/routes/jobs.py and `jobs show --hardware`.
+The files of nodes are those of scheduler/sampler.py, in the folder of the job, or of the session
+that trained it; a replica's are in a folder that is named as its log. A damaged line, or one that
+is still written, is left out. Called by gateway/routes/jobs.py, `jobs show --hardware` and
+`status --hardware`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +23,7 @@ ASKED_AGAIN = 60.0  # seconds after which Slurm is asked anew for the account of
 
 
 class NodeHardware(Record):
-    """The load of a node that trains a job, and its GPUs.
+    """The load of a node that trains a job or holds a replica, and its GPUs.
 
     `series[name]` are [time, value], thinned as in JobSeries. `newest`: the figures of the last
     sample at `time`, with texts. What a device does not measure is missing, never 0.
@@ -114,6 +115,20 @@ def job_hardware(
         waits=waits,
         slurm=usage,
     )
+
+
+def pool_hardware(home: Home, points: int = 600) -> list[NodeHardware]:
+    """Return the nodes of all replicas, each under the replica's name and its own."""
+    files: dict[str, list[Path]] = {}
+    for folder in (home.logs, home.replicas):
+        for path in sorted(folder.rglob(f"{HARDWARE}*.jsonl"), key=lambda one: one.stat().st_mtime):
+            node = path.name.removeprefix(HARDWARE).removesuffix(".jsonl")
+            name = f"{path.relative_to(folder).parts[0].partition('.')[0]} on {node}"
+            files.setdefault(name, []).append(path)
+    nodes = [_read_node(name, paths, (0.0, float("inf"))) for name, paths in sorted(files.items())]
+    for one in nodes:
+        one.series.update({name: thinned(series, points) for name, series in one.series.items()})
+    return nodes
 
 
 def _files(home: Home, status: JobStatus) -> dict[str, list[Path]]:

@@ -213,8 +213,8 @@ def test_a_command_says_what_is_wrong_and_leaves_nothing(
     write_gguf(tmp_path / "whole.gguf")
     cut = tmp_path / "cut.gguf"
     cut.write_bytes((tmp_path / "whole.gguf").read_bytes()[:5000])
-    done = cli("plan", "--model", cut.name, "--tokens", "1e6", "--home", registry.home.root,
-               cwd=tmp_path)  # fmt: skip
+    words = ["plan", "train", "--model", cut.name, "--tokens", "1e6"]
+    done = cli(*words, "--home", registry.home.root, cwd=tmp_path)
     assert done.returncode == 2 and "cut off" in done.stderr and "Traceback" not in done.stderr
     assert list(registry.home.checkpoint("x").parent.iterdir()) == []
     with pytest.raises(BadInput, match="neither a Hugging Face directory nor a GGUF file"):

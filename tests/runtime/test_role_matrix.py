@@ -100,6 +100,7 @@ POST    /v1/fine_tuning/jobs/{fine_tuning_job_id}/pause         train   shared
 POST    /v1/fine_tuning/jobs/{fine_tuning_job_id}/resume        train   shared
 GET     /v1/fine_tuning/jobs/{fine_tuning_job_id}/events        train   nothing
 GET     /v1/fine_tuning/jobs/{fine_tuning_job_id}/checkpoints   train   nothing
+GET     /v1/evaluations                                 train   nothing
 GET     /v1/loops                                       train   nothing
 GET     /v1/loops/{loop}/iterations/{number}/timeline  train   nothing
 GET     /v1/loops/{loop}/journal/{entry}                train   nothing

@@ -157,7 +157,7 @@ def test_fine_tuning_gets_one_before_its_data_is_read(
 # ---- the plan
 def test_the_plan_takes_what_the_trainer_would(tmp_path: Path) -> None:
     written(tmp_path, LLAMA_31_8B)
-    words = ["plan", "--model", str(tmp_path), "--tokens", "1e6", "--gpus", "1", "--json"]
+    words = ["plan", "train", "--model", str(tmp_path), "--tokens", "1e6", "--gpus", "1", "--json"]
     words += ["--gpu", "H200", "--lora-rank", "16", "--sequence-length", "2048"]
 
     def planned(*more: str) -> Any:

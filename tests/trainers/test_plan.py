@@ -200,7 +200,7 @@ def test_methods_that_compare_read_the_data_once_more(tmp_path: Path) -> None:
 
 # ---- the command
 def cli(*words: object) -> Result:
-    return CliRunner().invoke(app, ["plan", *map(str, words)])
+    return CliRunner().invoke(app, ["plan", "train", *map(str, words)])
 
 
 def test_the_command_plans_a_directory(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@
     microbatch.json tokens of a micro-batch, of a job whose own were too many for the memory
     waits.json      why the job waits, as its scheduler said last; missing while it runs
     end.json        the launcher's report of a bad end (rank_monitor.py), until the next start
-    hardware.<node>.jsonl  load of the node's GPUs and network ports (runtime/telemetry/sampler.py)
+    hardware.<node>.jsonl  load of the node's GPUs and network ports (runtime/scheduler/sampler.py)
     hangs/          the stacks of all ranks of a start that did not move any more
     scheduler.json  the last handover to the scheduler (written by MegatronTrainer alone)
     commands/<n>    a client's command, created exclusively: two clients cannot both write one

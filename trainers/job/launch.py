@@ -42,7 +42,7 @@ from cray_agents.records import Record
 from cray_agents.runtime.accounting.ledger import LedgerFile, holding
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.scheduler.gpu_placement import gpu_type, host_gpus
-from cray_agents.runtime.telemetry.sampler import HardwareSampler
+from cray_agents.runtime.scheduler.sampler import HardwareSampler
 from cray_agents.trainers.job.failures.hang_report import (
     RECORDED,
     RECORDER_VARIABLE,

@@ -1,7 +1,7 @@
 """Job layout: choose a job's micro-batch and layout if it names none; refuse too large ones.
 
 MegatronTrainer calls `decide_hyperparameters` before it takes a job's id, and
-`choose_default_layout` and `check_layout_fits` before it writes the spec. `cray-agents plan` calls
+`choose_default_layout` and `check_layout_fits` before it writes the spec. `plan train` calls
 `choose_microbatch`. All go by the estimate of arithmetic.py, which no GPU was measured for.
 """
 

@@ -2,7 +2,7 @@
 
     seconds = tokens * operations per token / (MFU * peak * GPUs) * the layout's slowdown
 
-`cray-agents plan` prints it. The slowdown is relative to GPUs that only multiply large matrices,
+`plan train` prints it. The slowdown is relative to GPUs that only multiply large matrices,
 which is what `mfu` is of (see step_time.py). Of a model of which only the size is known, it is of
 the whole run, 40 % by default. docs/planning.md says how far published runs differ. What is no
 benchmark can be slower: ClimateGPT (arXiv 2401.09646, 4.2 billion tokens on H100s) reached, with

@@ -45,6 +45,7 @@ from cray_agents.runtime.gateway.services import Current
 from cray_agents.runtime.store.feedback import check_rewards
 from cray_agents.runtime.store.loop_records import LoopRecords
 from cray_agents.runtime.telemetry.timeline import MOST_RUNS, iteration_timeline
+from cray_agents.runtime.views.evaluations import EvaluatedModel, evaluated_models
 from cray_agents.runtime.views.iteration_evidence import iteration_detail, loops_page, pairs_page
 from cray_agents.runtime.views.job_hardware import job_events
 from cray_agents.runtime.views.view_records import (
@@ -104,6 +105,22 @@ def list_loops(services: Current, limit: Limit = 20, after: After = None) -> dic
     """List the loops with their last iteration and held-out success, newest change first."""
     listing = loops_page(services.home, after, limit)
     return page(listing.rows, listing.has_more, damaged=listing.damaged)
+
+
+@router.get("/v1/evaluations", Role.train, answer=DataList[EvaluatedModel])
+async def list_evaluations(
+    services: Current, request: Request, loop: str | None = None
+) -> Response:
+    """List the models that `eval` evaluated: success with interval, seconds, cost of a request.
+
+    `loop`: the name under which an evaluation's runs are recorded; all unless given.
+    """
+
+    def read() -> dict[str, Any]:
+        rows = evaluated_models(services.home, services.store, services.prices, loop)
+        return {"data": [row.model_dump(mode="json") for row in rows]}
+
+    return await answer_read(request, read, long=True)
 
 
 @router.get("/v1/loops/{loop}/iterations/{number}/timeline", Role.train, answer=Trace)

@@ -23,11 +23,14 @@ from cray_agents.runtime import fsck
 from cray_agents.runtime.accounting.holdings import read_holdings
 from cray_agents.runtime.accounting.ledger import read_ledger
 from cray_agents.runtime.disk import checksums, journal
+from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
 from cray_agents.runtime.scheduler.nvml import describe_gpus, nvml, read_joules, read_load
+from cray_agents.runtime.scheduler.sampler import HardwareSampler
 from cray_agents.runtime.scheduler.slurm_reports import NO_ACCOUNT, parse_usage, read_usage
-from cray_agents.runtime.telemetry.sampler import HardwareSampler
-from cray_agents.runtime.views.job_hardware import job_hardware
+from cray_agents.runtime.views.job_hardware import job_hardware, pool_hardware
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus
+from tests.support.scripted_pool import checkpoint
+from tests.support.scripted_server import PROGRAM
 
 ROOT = Path(__file__).parents[3]
 
@@ -281,6 +284,33 @@ def test_the_command_shows_gpus_ports_and_the_slowest_rank(library: Path, tree: 
         app, ["jobs", "show", "--hardware", "job-none", "--home", str(tree)]
     )
     assert "no job 'job-none'" in str(failed.exception)
+
+
+@pytest.mark.slow
+async def test_replicas_are_sampled_on_their_nodes(tmp_path: Path) -> None:
+    home = Home(tmp_path / "home")
+    settings = EngineSettings(program=PROGRAM, dtype="float32", start_timeout=100)
+    replica = VllmProcess("m", settings, home.logs / "replica-1.log")
+    try:
+        for _ in range(2):  # a restart goes on in the same file
+            await replica.start(checkpoint(tmp_path, 1), "m@1")
+    finally:
+        await replica.stop()
+    attempt = home.replicas / "4" / "attempt" / "engine.txt.d"
+    write_lines(attempt / "hardware.n2.jsonl", [{"event": "sample", "time": 1.0, "host.load": 3.0}])
+    other, own = pool_hardware(home)
+    assert own.node == f"replica-1 on {os.uname().nodename}" and other.node == "4 on n2"
+    assert len(own.series["host.load"]) == 4 and own.newest["host.memory_available_bytes"]
+    assert len(own.series["host.rank_cores"]) >= 1, "the cores of the server are counted"
+    command = ["status", "--hardware", "--home", str(home.root)]
+    printed = CliRunner(env={"COLUMNS": "200"}).invoke(app, command).stdout
+    assert "replica-1 on" in printed and "load 3.0" in printed
+    told = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    assert [node["node"] for node in told] == [other.node, own.node]
+    bare = CliRunner().invoke(app, ["status", "--hardware", "--home", str(tmp_path / "none")])
+    assert "no replica was sampled" in bare.stdout
+    both = CliRunner().invoke(app, [*command, "--watch"])
+    assert "give one of --watch, --events and --hardware" in str(both.exception)
 
 
 HOLD = """

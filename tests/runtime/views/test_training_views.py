@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from cray_agents import Platform
 from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.telemetry.sampler import HardwareSampler
+from cray_agents.runtime.scheduler.sampler import HardwareSampler
 from cray_agents.runtime.views.dataset_views import DatasetHistograms, SamplePage, histogram_of
 from cray_agents.runtime.views.job_hardware import JobHardware, thinned
 from cray_agents.runtime.views.view_records import JobSeries

@@ -1,15 +1,16 @@
-/** Models: the versions of every name, each under its parent, with the job and dataset that made it. */
+/** Models: the versions of every name, each under its parent, with the job and dataset that made it; evaluations. */
 import { CopyAs } from "../components/copy_as";
 import { ScreenLink } from "../components/screen_link";
 import { Empty, Loaded } from "../components/states";
 import { VirtualList } from "../components/virtual_list";
 import { get } from "../lib/api";
-import { oneLine, time } from "../lib/format";
+import { number, oneLine, seconds, time } from "../lib/format";
 import type { components } from "../lib/openapi";
 import { useResource } from "../lib/resource";
 import type { ScreenProps } from ".";
 
 type Ancestry = components["schemas"]["Ancestry"];
+type Evaluated = components["schemas"]["EvaluatedModel"];
 
 /** Order versions so that each comes after its parent, with its depth. */
 function tree(list: Ancestry[]): [Ancestry, number][] {
@@ -57,6 +58,42 @@ export default function Models({ params }: ScreenProps) {
           );
         }}
       </Loaded>
+      <Evaluations />
+    </div>
+  );
+}
+
+/** Success, seconds and cost of what `cray-agents eval` evaluated; nothing where it was never called. */
+function Evaluations() {
+  const { data } = useResource((signal) => get("/v1/evaluations", { signal }), [], ["run"]);
+  if (!data?.data.length) return null;
+  return (
+    <div class="table-box" tabIndex={0} role="region" aria-label="Evaluations">
+      <table>
+        <thead>
+          <tr>
+            {["evaluation", "model", "success", "interval of 95 %", "seconds", "cost of a request"].map((name) => (
+              <th key={name}>{name}</th>
+            ))}
+          </tr>
+        </thead>
+        <tbody>
+          {data.data.map((one: Evaluated) => (
+            <tr key={`${one.loop} ${one.model}`}>
+              <td>
+                <ScreenLink to={["runs"]} params={{ q: `loop:${one.loop}` }}>
+                  {oneLine(one.loop, 80)}
+                </ScreenLink>
+              </td>
+              <td>{oneLine(one.model, 80)}</td>
+              <td>{number(one.success.value)}</td>
+              <td>{one.success.low == null ? "" : `${number(one.success.low)} to ${number(one.success.high)}`}</td>
+              <td>{seconds(one.seconds)}</td>
+              <td>{one.cost == null ? "not known" : `${number(Number(one.cost.toPrecision(3)))} ${one.currency}`}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
     </div>
   );
 }

@@ -1,4 +1,4 @@
-"""Sampler: a thread that writes the load of this node's devices beside a job's events.
+"""Sampler: a thread that writes the load of this node's devices beside a job's events, or a log.
 
     hardware.<node>.jsonl   a line every ten seconds, with a checksum
 
@@ -11,7 +11,8 @@ Network ports are what the kernel counts at InfiniBand, RoCE and EFA ports (/sys
 sysfs-class-infiniband and the drivers mlx5 and efa); only fake trees were read.
 
 It runs in the launcher, so no rank ever waits for it. Any failure is printed once, and ends it.
-run_ranks (job/launch.py) starts it, views/job_hardware.py reads the file.
+run_ranks (job/launch.py) starts it for a job; pool/vllm_process.py does for a replica, in the
+folder LOG.d beside its log. views/job_hardware.py reads the files.
 """
 
 import os
@@ -105,7 +106,7 @@ class HardwareSampler:
 
     Args:
         folder: the job's, or its session's.
-        pids: the processes whose cores are counted.
+        pids: the processes whose cores are counted, with their children.
         sys, library: where the kernel's files and NVML are.
     """
 
@@ -214,10 +215,14 @@ class HardwareSampler:
 
 
 def _cpu_seconds(pid: int) -> float | None:
-    """Return the CPU time of a process so far; None once it has ended."""
+    """Return the CPU time of a process and its children so far; None once it has ended."""
     text = text_of(Path(f"/proc/{pid}/stat"))
     fields = text[text.rfind(")") + 2 :].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS if len(fields) > 12 else None
+    if len(fields) <= 12:
+        return None
+    children = [text_of(path) for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    below = sum(_cpu_seconds(int(child)) or 0.0 for child in " ".join(children).split())
+    return (int(fields[11]) + int(fields[12])) / _TICKS + below
 
 
 def _memory() -> dict[str, float]:
