@@ -6,13 +6,16 @@ it (`plan_export`). Of adapters over a checkpoint of this root only they are wri
 (peft_adapter.py), else the weights with the adapters merged in. Rank 0 adds the parent's config,
 tokenizer and chat template, the golden probe and all hashes, and renames the folder into place.
 Weights keep the parent's stored types, and the probe scores the weights as stored, or adapters
-beside theirs (see RankTraining.as_stored). Called by job/rank.py. Read next: weight_files.py.
+beside theirs (see RankTraining.as_stored). `publish` waits for the files; `stage` copies what they
+take, so that training goes on while they are written. Called by job/rank.py and
+job/job_versions.py. Read next: weight_files.py.
 """
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,7 @@ from cray_agents.runtime.registry import checkpoints, foreign_model
 from cray_agents.runtime.registry.checkpoints import DELTA
 from cray_agents.runtime.registry.deltas import Parent
 from cray_agents.runtime.registry.foreign_model import CONFIG, TIED, changed_settings, read_config
-from cray_agents.trainers.checkpointing.peft_adapter import write_adapter
+from cray_agents.trainers.checkpointing.peft_adapter import stage_adapter
 from cray_agents.trainers.checkpointing.weight_files import (
     LARGEST_SHARE,
     DeltaFile,
@@ -101,6 +104,13 @@ def export(
     more than half the space of the full files, which are then written instead. With `job` replicas
     may receive the weights meanwhile: see WeightSender.keep.
     """
+    with _file_plan(training, share) as plan:
+        return _export(training, folder, file_bytes, plan, changes=changes, job=job)
+
+
+@contextmanager
+def _file_plan(training: RankTraining, share: int) -> Iterator[FilePlan]:
+    """Divide what is written of the weights among the ranks, with adapters merged in."""
     with without_adapters(training.chunks) as around:
 
         def written(weight: torch.Tensor) -> torch.Tensor:
@@ -108,8 +118,25 @@ def export(
             return weight.detach() if adapter is None else merged_weight(adapter)
 
         chunks, model, source = training.chunks, training.model, training.source
-        plan = plan_files(chunks, model, source, in_file_order, share, written)
-        return _export(training, folder, file_bytes, plan, changes=changes, job=job)
+        yield plan_files(chunks, model, source, in_file_order, share, written)
+
+
+def _files_of(plan: FilePlan, file_bytes: int) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Return this rank's files, and those of all ranks: name -> its tensors. Collective."""
+    each = [json.loads(names) for names in gather_from_ranks(json.dumps(plan.mine).encode())]
+    groups = [cut(names, plan.sizes, file_bytes) for names in each]
+    files = name_files(list(chain.from_iterable(groups)))
+    rank = torch.distributed.get_rank()
+    first = sum(map(len, groups[:rank]))
+    return dict(islice(files.items(), first, first + len(groups[rank]))), files
+
+
+def _write_index(folder: Path, files: Mapping[str, Sequence[str]], sizes: dict[str, int]) -> None:
+    """Write on rank 0 which tensor is in which file, where there are several."""
+    if is_rank0() and len(files) > 1:
+        file_of = {tensor: name for name, tensors in files.items() for tensor in tensors}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
+        durable.replace_file(folder / _INDEX, json.dumps(index, indent=1).encode())
 
 
 def _export(
@@ -122,12 +149,7 @@ def _export(
     job: str,
 ) -> tuple[dict[str, str], dict[str, str]]:
     shapes, dtypes, sizes = plan.shapes, plan.dtypes, plan.sizes
-    each = [json.loads(names) for names in gather_from_ranks(json.dumps(plan.mine).encode())]
-    groups = [cut(names, sizes, file_bytes) for names in each]
-    files = name_files(list(chain.from_iterable(groups)))
-    rank = torch.distributed.get_rank()
-    first = sum(map(len, groups[:rank]))
-    own = dict(islice(files.items(), first, first + len(groups[rank])))
+    own, files = _files_of(plan, file_bytes)
     hashes: dict[str, str] = {}
     packed: dict[str, str] = {}
 
@@ -147,19 +169,13 @@ def _export(
         changes = packed_size <= LARGEST_SHARE * sum(sizes.values())
     if not changes:
         packed = {}
-        if rank == 0:
+        if is_rank0():
             shutil.rmtree(folder / DELTA, ignore_errors=True)
         hashes = write_together(
             "the checkpoint", lambda: write_files(folder, own, shapes, dtypes, tensors())
         )
 
-    def write_index() -> None:
-        if rank == 0 and len(files) > 1:
-            file_of = {tensor: name for name, tensors in files.items() for tensor in tensors}
-            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
-            durable.replace_file(folder / _INDEX, json.dumps(index, indent=1).encode())
-
-    write_together("the checkpoint", write_index)
+    write_together("the checkpoint", lambda: _write_index(folder, files, sizes))
     written = [json.loads(one) for one in gather_from_ranks(json.dumps([hashes, packed]).encode())]
     full = {file: sha256 for one, _ in written for file, sha256 in one.items()}
     return full, {file: sha256 for _, one in written for file, sha256 in one.items()}
@@ -256,6 +272,9 @@ def published_base(training: RankTraining, home: Home) -> Path | None:
     return base if kept else None
 
 
+Hashes = dict[str, str]  # by the names of files
+
+
 def publish(
     training: RankTraining,
     spec: JobSpec,
@@ -275,7 +294,7 @@ def publish(
     Weights, adapters and optimizer stay as they are: training may go on. Raises StoreError on every
     rank if one of them cannot write.
     """
-    main = torch.distributed.get_rank() == 0
+    main = is_rank0()
     if training.sender is not None:
         training.sender.begin()
 
@@ -285,30 +304,124 @@ def publish(
             draft.mkdir(parents=True)
 
     write_together("the checkpoint", make_draft)
-    over, base = training.base, published_base(training, home)
+    base = published_base(training, home)
+    write_together("the checkpoint", _staged_adapter(training, spec, base, draft))
     below = checkpoints.base_of(training.parent)
-    if (lora := training.hyper.lora) is not None and (base is not None or below is None):
-        place, name = draft / checkpoints.ADAPTER, spec.parent if over is None else over.path
-        write_adapter(training.chunks, training.model, lora, name, place)
     ours = training.parent.resolve().parent == final.parent.resolve() and below is None
-    config = config_of(training.parent, training.model)
     # a parent that was dequantised has no such tensors
-    same = training.hyper.init != "random" and config == read_config(training.parent)
+    same = training.hyper.init != "random" and (
+        config_of(training.parent, training.model) == read_config(training.parent)
+    )
     changes = spec.changes_only and ours and same
     job = spec.id if training.hyper.lora is None else ""  # replicas load adapters from files
-    hashes: dict[str, str] = {}
-    packed: dict[str, str] = {}
+    hashes: Hashes = {}
+    packed: Hashes = {}
     with training.as_stored(merged=base is None):
         if base is None:
             hashes, packed = export(training, draft, FILE_BYTES, share, changes=changes, job=job)
-        scores, tops = training.score_with_top(Samples.of(prompts), temperature=1.0)
+        probe = _probe(training, prompts)
+    finish = _finisher(training, spec, metrics, agreement, base, probe, draft, final)
+    manifest = write_together("the checkpoint", lambda: finish(hashes, packed) if main else None)
+    if training.sender is not None and base is None:
+        sha256 = "" if manifest is None else manifest.weights_sha256
+        training.sender.offer(broadcast_from_rank0(sha256))
 
-    def finish() -> str:
-        own = config if base is None else None  # what the adapter is over stays as it is stored
-        copy_settings(training.parent, draft, tied=training.model.tied, config=own)
+
+@dataclass(frozen=True)
+class StagedCheckpoint:
+    """A checkpoint whose content is copied to host memory, so that training may go on.
+
+    `write` writes this rank's files and returns their hashes; it is no longer collective. `finish`
+    publishes them with all ranks' hashes, on rank 0. Both raise OSError.
+    """
+
+    write: Callable[[], Hashes]
+    finish: Callable[[Hashes], Manifest]
+
+
+def stage(
+    training: RankTraining,
+    spec: JobSpec,
+    prompts: Sequence[list[int]],
+    metrics: dict[str, Any],
+    agreement: LogprobDistance | None,
+    home: Home,
+    draft: Path,
+    final: Path,
+) -> StagedCheckpoint:
+    """Copy and probe what `publish` would publish, whole, and write nothing yet. Collective.
+
+    Raises Stopped.
+    """
+    base = published_base(training, home)
+    write_adapter = _staged_adapter(training, spec, base, draft)
+    own: dict[str, list[str]] = {}
+    files: dict[str, list[str]] = {}
+    kept: list[tuple[str, torch.Tensor]] = []
+    plan: FilePlan | None = None
+    with training.as_stored(merged=base is None):
+        if base is None:
+            with _file_plan(training, SHARE_BYTES) as plan:
+                own, files = _files_of(plan, FILE_BYTES)
+                types = plan.dtypes
+                kept = [(n, one.to("cpu", types[n], copy=True)) for n, one in plan.tensors()]
+        probe = _probe(training, prompts)
+    finish = _finisher(training, spec, metrics, agreement, base, probe, draft, final)
+
+    def write() -> Hashes:
+        draft.mkdir(parents=True, exist_ok=True)
+        write_adapter()
+        if plan is None:
+            return {}
+        _write_index(draft, files, plan.sizes)
+        return write_files(draft, own, plan.shapes, plan.dtypes, iter(kept))
+
+    return StagedCheckpoint(write, lambda hashes: finish(hashes, {}))
+
+
+def _staged_adapter(
+    training: RankTraining, spec: JobSpec, base: Path | None, draft: Path
+) -> Callable[[], None]:
+    """Return what writes the adapters into a draft, if they are published. Collective."""
+    lora, over = training.hyper.lora, training.base
+    if lora is None or (base is None and checkpoints.base_of(training.parent) is not None):
+        return lambda: None
+    place, name = draft / checkpoints.ADAPTER, spec.parent if over is None else over.path
+    return stage_adapter(training.chunks, training.model, lora, name, place)
+
+
+def _probe(training: RankTraining, prompts: Sequence[list[int]]) -> list[ProbePrompt]:
+    """Score the prompts of the logprob check. Collective. Raises Stopped."""
+    scores, tops = training.score_with_top(Samples.of(prompts), temperature=1.0)
+    return [
+        ProbePrompt(token_ids=prompt, logprobs=logprobs.tolist(), top=top.tolist())
+        for prompt, logprobs, top in zip(prompts, scores, tops, strict=True)
+    ]
+
+
+def _finisher(
+    training: RankTraining,
+    spec: JobSpec,
+    metrics: dict[str, Any],
+    agreement: LogprobDistance | None,
+    base: Path | None,
+    probe: list[ProbePrompt],
+    draft: Path,
+    final: Path,
+) -> Callable[[Hashes, Hashes], Manifest]:
+    """Return what adds settings and manifest to a draft with the hashes, and publishes it.
+
+    It does not read `training`, which may have gone on.
+    """
+    source, tied, over = training.parent, training.model.tied, training.base
+    # what the adapter is over stays as it is stored
+    config = config_of(source, training.model) if base is None else None
+
+    def finish(hashes: Hashes, packed: Hashes) -> Manifest:
+        copy_settings(source, draft, tied=tied, config=config)
         files = checkpoints.hash_files(draft, hashes)
         files = {name: files[name] for name in files if not name.startswith(f"{DELTA}/")}
-        parent, sha256 = training.parent.name, spec.parent_sha256
+        parent, sha256 = source.name, spec.parent_sha256
         delta = DeltaOf(parent=parent, parent_weights_sha256=sha256, files=packed)
         manifest = Manifest(
             version=2,
@@ -322,10 +435,7 @@ def publish(
             job=spec.id,
             dataset=spec.dataset or None,
             metrics=metrics,
-            probe=[
-                ProbePrompt(token_ids=prompt, logprobs=logprobs.tolist(), top=top.tolist())
-                for prompt, logprobs, top in zip(prompts, scores, tops, strict=True)
-            ],
+            probe=probe,
             agreement=agreement,
             dtype=spec.hyperparameters.dtype,
             delta=delta if packed else None,
@@ -334,11 +444,9 @@ def publish(
         durable.replace_file(draft / "manifest.json", text)
         if not checkpoints.publish_folder(draft, final):
             shutil.rmtree(draft)
-        return manifest.weights_sha256
+        return manifest
 
-    sha256 = write_together("the checkpoint", finish if main else lambda: "")
-    if training.sender is not None and base is None:
-        training.sender.offer(broadcast_from_rank0(sha256))
+    return finish
 
 
 PROBE_PROMPTS = 8

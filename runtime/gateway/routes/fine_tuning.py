@@ -29,7 +29,7 @@ from cray_agents.errors import BadInput
 from cray_agents.records import Record, digest
 from cray_agents.runtime.disk import paging
 from cray_agents.runtime.disk.checksums import list_whole
-from cray_agents.runtime.fine_tuning.job_events import events
+from cray_agents.runtime.fine_tuning.job_events import events, published_versions
 from cray_agents.runtime.fine_tuning.job_records import CreateJob, resolve_request
 from cray_agents.runtime.fine_tuning.tuning_jobs import JobState
 from cray_agents.runtime.gateway.http.api_keys import Role
@@ -79,11 +79,15 @@ class FineTuningEvent(Record):
 
 
 class FineTuningCheckpoint(Record):
-    """The weights that a fine-tuning job ended with."""
+    """Weights that a fine-tuning job published: while it trained, or at its end."""
 
     id: str
     object: Literal["fine_tuning.job.checkpoint"]
+    created_at: int
+    fine_tuning_job_id: str
+    fine_tuned_model_checkpoint: str
     step_number: int
+    metrics: dict[str, float]
 
 
 @router.get("/v1/fine_tuning/jobs", Role.train, answer=ListPage[FineTuningJob], own_query=True)
@@ -201,12 +205,13 @@ async def list_fine_tuning_events(
 async def list_fine_tuning_checkpoints(
     services: Current, fine_tuning_job_id: TuningId, after: After = None, limit: Limit = 20
 ) -> Response:
-    """List the weights that a fine-tuning job ended with.
+    """List the versions that a fine-tuning job published, the newest first.
 
-    Its earlier checkpoints are resume points, and are not listed.
+    A job that was created with the hyperparameter `publish_every` publishes one after so many
+    steps, and each job one at its end. Each is a model of its own, `fine_tuned_model_checkpoint`.
     """
     state = await asyncio.to_thread(services.fine_tuning.look, fine_tuning_job_id)
-    rows = _checkpoints(state)
+    rows = await asyncio.to_thread(_checkpoints, services, state)
     return json_response(page(*paging.after(rows, _id_of, after, limit, "checkpoint")))
 
 
@@ -249,6 +254,8 @@ def _render(state: JobState) -> dict[str, Any]:
             validated.learning_rate_multiplier if validated else spec.learning_rate_multiplier
         ),
     }
+    if spec.publish_every != "auto":
+        hyperparameters["publish_every"] = spec.publish_every
     if spec.method == "dpo":
         beta = validated.spec.hyperparameters.preference.beta if validated else spec.beta
         hyperparameters["beta"] = beta
@@ -300,25 +307,39 @@ def _estimate(state: JobState) -> int | None:
     return int(time.time() + (job.steps - job.step) * job.seconds / job.step)
 
 
-def _checkpoints(state: JobState) -> list[dict[str, Any]]:
-    """Return the final checkpoint: no engine serves the resume points before it."""
-    ended = state.ended
-    if ended is None or ended.model is None:
-        return []
-    metrics = {"step": ended.step, "train_loss": ended.loss}
-    if ended.valid_loss is not None:
-        metrics |= {"valid_loss": ended.valid_loss, "full_valid_loss": ended.valid_loss}
-    return [
-        {
-            "id": f"ftckpt-{digest([state.request.id, ended.step], 24)}",
-            "object": "fine_tuning.job.checkpoint",
-            "created_at": int(ended.time),
-            "fine_tuning_job_id": state.request.id,
-            "fine_tuned_model_checkpoint": ended.model,
-            "step_number": ended.step,
-            "metrics": metrics,
-        }
-    ]
+def _checkpoints(services: Services, state: JobState) -> list[dict[str, Any]]:
+    """Return the versions of a job, the newest first. Resume points are none: none serves them."""
+    ended, rows = state.ended, list[dict[str, Any]]()
+    if ended is not None and ended.model is not None:
+        result = (ended.step, ended.model, ended.loss, ended.valid_loss, ended.time)
+        rows.append(_checkpoint(state, *result))
+    if state.validated is not None:
+        for one in reversed(published_versions(services.home.job(state.validated.spec.id))):
+            version = (one.step, one.version, one.loss, one.validation_loss, one.time)
+            rows.append(_checkpoint(state, *version))
+    return rows
+
+
+def _checkpoint(
+    state: JobState,
+    step: int,
+    version: str,
+    loss: float | None,
+    valid_loss: float | None,
+    time: float,
+) -> dict[str, Any]:
+    metrics = {"step": step, "train_loss": loss}
+    if valid_loss is not None:
+        metrics |= {"valid_loss": valid_loss, "full_valid_loss": valid_loss}
+    return {
+        "id": f"ftckpt-{digest([state.request.id, step], 24)}",
+        "object": "fine_tuning.job.checkpoint",
+        "created_at": int(time),
+        "fine_tuning_job_id": state.request.id,
+        "fine_tuned_model_checkpoint": version,
+        "step_number": step,
+        "metrics": metrics,
+    }
 
 
 def _id_of(row: dict[str, Any]) -> str:
