@@ -182,11 +182,8 @@ def _check_choosing(loop: LoopSettings) -> None:
             "method training=Training(publish_every=50)",
             param="choosing",
         )
-    for what, tasks in (
-        ("choose", choosing_tasks(held_out, loop.promotion)),
-        ("decide", deciding_tasks(held_out, loop.promotion)),
-    ):
-        if not tasks:
+    for what, chosen in (("choose", choosing_tasks), ("decide", deciding_tasks)):
+        if not chosen(held_out, loop.promotion):
             raise BadInput(
                 f"choosing={share:g}: none of {len(held_out)} held-out tasks is left to {what}: "
                 "give more of them, or another share",

@@ -13,7 +13,6 @@ from cray_agents.paths import Home
 from cray_agents.records import digest
 from cray_agents.runtime.disk import checksums, journal
 from cray_agents.runtime.fine_tuning.job_records import Ended, TuningRequest, Validated
-from cray_agents.training_jobs import JobVersion, versions_in
 
 MEASURES = ("reward_margin", "accuracy", "chosen_reward", "rejected_reward")
 
@@ -56,11 +55,6 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     losses = {event["step"]: event["loss"] for event in events if event["event"] == "evaluation"}
     steps = [event for event in events if event["event"] == "step"]
     return [{**event, "valid_loss": losses.get(event["step"])} for event in steps]
-
-
-def published_versions(folder: Path) -> list[JobVersion]:
-    """Return the versions that a job published while it trained, by its folder, oldest first."""
-    return versions_in(journal.read(folder / "events.jsonl"))
 
 
 def _validated_event(validated: Validated) -> TuningEvent:

@@ -6,8 +6,7 @@ it (`plan_export`). Of adapters over a checkpoint of this root only they are wri
 (peft_adapter.py), else the weights with the adapters merged in. Rank 0 adds the parent's config,
 tokenizer and chat template, the golden probe and all hashes, and renames the folder into place.
 Weights keep the parent's stored types, and the probe scores the weights as stored, or adapters
-beside theirs (see RankTraining.as_stored). `publish` waits for the files; `stage` copies what they
-take, so that training goes on while they are written. Called by job/rank.py and
+beside theirs (see RankTraining.as_stored). Called by job/rank.py, and while training goes on by
 job/job_versions.py. Read next: weight_files.py.
 """
 
@@ -15,7 +14,6 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -272,7 +270,8 @@ def published_base(training: RankTraining, home: Home) -> Path | None:
     return base if kept else None
 
 
-Hashes = dict[str, str]  # by the names of files
+#: Called with what writes a rank's files, and what publishes them: see `publish`.
+Aside = Callable[[Callable[[], dict[str, str]], Callable[[dict[str, str]], str]], None]
 
 
 def publish(
@@ -286,6 +285,7 @@ def publish(
     final: Path,
     *,
     share: int = SHARE_BYTES,
+    aside: Aside | None = None,
 ) -> None:
     """Export, probe and publish as `final`, unless that exists. Collective.
 
@@ -293,132 +293,51 @@ def publish(
     checkpoint, where the parent is one of this root.
     Weights, adapters and optimizer stay as they are: training may go on. Raises StoreError on every
     rank if one of them cannot write.
+
+    With `aside` nothing is written yet, but copied to host memory, whole. `aside` gets a function
+    that writes this rank's files and returns their hashes, and one that publishes on rank 0 with
+    those of all ranks. Both raise OSError, and neither is collective.
     """
-    main = is_rank0()
-    if training.sender is not None:
-        training.sender.begin()
+    main, sender = is_rank0(), training.sender if aside is None else None
+    if sender is not None:
+        sender.begin()
 
     def make_draft() -> None:
         if main:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
 
-    write_together("the checkpoint", make_draft)
-    base = published_base(training, home)
-    write_together("the checkpoint", _staged_adapter(training, spec, base, draft))
+    if aside is None:
+        write_together("the checkpoint", make_draft)
+    over, base = training.base, published_base(training, home)
     below = checkpoints.base_of(training.parent)
+    write_adapter: Callable[[], None] | None = None
+    if (lora := training.hyper.lora) is not None and (base is not None or below is None):
+        place, name = draft / checkpoints.ADAPTER, spec.parent if over is None else over.path
+        write_adapter = stage_adapter(training.chunks, training.model, lora, name, place)
+        if aside is None:
+            write_together("the checkpoint", write_adapter)
     ours = training.parent.resolve().parent == final.parent.resolve() and below is None
+    config = config_of(training.parent, training.model)
     # a parent that was dequantised has no such tensors
-    same = training.hyper.init != "random" and (
-        config_of(training.parent, training.model) == read_config(training.parent)
-    )
+    same = training.hyper.init != "random" and config == read_config(training.parent)
     changes = spec.changes_only and ours and same
     job = spec.id if training.hyper.lora is None else ""  # replicas load adapters from files
-    hashes: Hashes = {}
-    packed: Hashes = {}
+    hashes: dict[str, str] = {}
+    packed: dict[str, str] = {}
+    write_weights: Callable[[], dict[str, str]] | None = None
     with training.as_stored(merged=base is None):
-        if base is None:
+        if base is None and aside is not None:
+            write_weights = _stage_weights(training, draft)
+        elif base is None:
             hashes, packed = export(training, draft, FILE_BYTES, share, changes=changes, job=job)
-        probe = _probe(training, prompts)
-    finish = _finisher(training, spec, metrics, agreement, base, probe, draft, final)
-    manifest = write_together("the checkpoint", lambda: finish(hashes, packed) if main else None)
-    if training.sender is not None and base is None:
-        sha256 = "" if manifest is None else manifest.weights_sha256
-        training.sender.offer(broadcast_from_rank0(sha256))
+        scores, tops = training.score_with_top(Samples.of(prompts), temperature=1.0)
 
+    source, tied = training.parent, training.model.tied  # training may have gone on
 
-@dataclass(frozen=True)
-class StagedCheckpoint:
-    """A checkpoint whose content is copied to host memory, so that training may go on.
-
-    `write` writes this rank's files and returns their hashes; it is no longer collective. `finish`
-    publishes them with all ranks' hashes, on rank 0. Both raise OSError.
-    """
-
-    write: Callable[[], Hashes]
-    finish: Callable[[Hashes], Manifest]
-
-
-def stage(
-    training: RankTraining,
-    spec: JobSpec,
-    prompts: Sequence[list[int]],
-    metrics: dict[str, Any],
-    agreement: LogprobDistance | None,
-    home: Home,
-    draft: Path,
-    final: Path,
-) -> StagedCheckpoint:
-    """Copy and probe what `publish` would publish, whole, and write nothing yet. Collective.
-
-    Raises Stopped.
-    """
-    base = published_base(training, home)
-    write_adapter = _staged_adapter(training, spec, base, draft)
-    own: dict[str, list[str]] = {}
-    files: dict[str, list[str]] = {}
-    kept: list[tuple[str, torch.Tensor]] = []
-    plan: FilePlan | None = None
-    with training.as_stored(merged=base is None):
-        if base is None:
-            with _file_plan(training, SHARE_BYTES) as plan:
-                own, files = _files_of(plan, FILE_BYTES)
-                types = plan.dtypes
-                kept = [(n, one.to("cpu", types[n], copy=True)) for n, one in plan.tensors()]
-        probe = _probe(training, prompts)
-    finish = _finisher(training, spec, metrics, agreement, base, probe, draft, final)
-
-    def write() -> Hashes:
-        draft.mkdir(parents=True, exist_ok=True)
-        write_adapter()
-        if plan is None:
-            return {}
-        _write_index(draft, files, plan.sizes)
-        return write_files(draft, own, plan.shapes, plan.dtypes, iter(kept))
-
-    return StagedCheckpoint(write, lambda hashes: finish(hashes, {}))
-
-
-def _staged_adapter(
-    training: RankTraining, spec: JobSpec, base: Path | None, draft: Path
-) -> Callable[[], None]:
-    """Return what writes the adapters into a draft, if they are published. Collective."""
-    lora, over = training.hyper.lora, training.base
-    if lora is None or (base is None and checkpoints.base_of(training.parent) is not None):
-        return lambda: None
-    place, name = draft / checkpoints.ADAPTER, spec.parent if over is None else over.path
-    return stage_adapter(training.chunks, training.model, lora, name, place)
-
-
-def _probe(training: RankTraining, prompts: Sequence[list[int]]) -> list[ProbePrompt]:
-    """Score the prompts of the logprob check. Collective. Raises Stopped."""
-    scores, tops = training.score_with_top(Samples.of(prompts), temperature=1.0)
-    return [
-        ProbePrompt(token_ids=prompt, logprobs=logprobs.tolist(), top=top.tolist())
-        for prompt, logprobs, top in zip(prompts, scores, tops, strict=True)
-    ]
-
-
-def _finisher(
-    training: RankTraining,
-    spec: JobSpec,
-    metrics: dict[str, Any],
-    agreement: LogprobDistance | None,
-    base: Path | None,
-    probe: list[ProbePrompt],
-    draft: Path,
-    final: Path,
-) -> Callable[[Hashes, Hashes], Manifest]:
-    """Return what adds settings and manifest to a draft with the hashes, and publishes it.
-
-    It does not read `training`, which may have gone on.
-    """
-    source, tied, over = training.parent, training.model.tied, training.base
-    # what the adapter is over stays as it is stored
-    config = config_of(source, training.model) if base is None else None
-
-    def finish(hashes: Hashes, packed: Hashes) -> Manifest:
-        copy_settings(source, draft, tied=tied, config=config)
+    def finish(hashes: dict[str, str]) -> str:
+        own = config if base is None else None  # what the adapter is over stays as it is stored
+        copy_settings(source, draft, tied=tied, config=own)
         files = checkpoints.hash_files(draft, hashes)
         files = {name: files[name] for name in files if not name.startswith(f"{DELTA}/")}
         parent, sha256 = source.name, spec.parent_sha256
@@ -435,7 +354,10 @@ def _finisher(
             job=spec.id,
             dataset=spec.dataset or None,
             metrics=metrics,
-            probe=probe,
+            probe=[
+                ProbePrompt(token_ids=prompt, logprobs=logprobs.tolist(), top=top.tolist())
+                for prompt, logprobs, top in zip(prompts, scores, tops, strict=True)
+            ],
             agreement=agreement,
             dtype=spec.hyperparameters.dtype,
             delta=delta if packed else None,
@@ -444,9 +366,34 @@ def _finisher(
         durable.replace_file(draft / "manifest.json", text)
         if not checkpoints.publish_folder(draft, final):
             shutil.rmtree(draft)
-        return manifest
+        return manifest.weights_sha256
 
-    return finish
+    def write() -> dict[str, str]:
+        draft.mkdir(parents=True, exist_ok=True)
+        if write_adapter is not None:
+            write_adapter()
+        return {} if write_weights is None else write_weights()
+
+    if aside is not None:
+        aside(write, finish)
+        return
+    sha256 = write_together("the checkpoint", lambda: finish(hashes) if main else "")
+    if sender is not None and base is None:
+        sender.offer(broadcast_from_rank0(sha256))
+
+
+def _stage_weights(training: RankTraining, folder: Path) -> Callable[[], dict[str, str]]:
+    """Copy this rank's share of the weights; return what writes it into a folder. Collective."""
+    with _file_plan(training, SHARE_BYTES) as plan:
+        own, files = _files_of(plan, FILE_BYTES)
+        types, shapes, sizes = plan.dtypes, plan.shapes, plan.sizes
+        kept = [(name, one.to("cpu", types[name], copy=True)) for name, one in plan.tensors()]
+
+    def write() -> dict[str, str]:
+        _write_index(folder, files, sizes)
+        return write_files(folder, own, shapes, types, iter(kept))
+
+    return write
 
 
 PROBE_PROMPTS = 8

@@ -80,10 +80,19 @@ class Ended:
     problem: str = ""
     kind: str = ""
 
-    @property
-    def error(self) -> CrayError | None:
-        """The problem as an error."""
-        return _ERRORS[self.kind](self.problem) if self.problem else None
+
+@dataclass(frozen=True)
+class FileSet:
+    """Files to write together. `what` they are is for the text of a problem.
+
+    `write` writes this rank's files into `draft` and returns their hashes. Rank 0 calls `publish`
+    with those of all ranks; it returns False if it was superseded.
+    """
+
+    what: str
+    draft: Path
+    write: Callable[[], dict[str, str]]
+    publish: Callable[[dict[str, str]], bool]
 
 
 class BackgroundFiles:
@@ -111,23 +120,11 @@ class BackgroundFiles:
         """True if `settle` would not wait. Ranks may differ."""
         return self._flight is not None and self._flight.done()
 
-    def start(
-        self,
-        what: str,
-        draft: Path,
-        write: Callable[[], dict[str, str]],
-        publish: Callable[[dict[str, str]], bool],
-        begun: float,
-    ) -> None:
-        """Start to `write` this rank's files into `draft`; `what` they are is for a problem's text.
-
-        `write` returns their hashes. Rank 0 calls `publish` with those of all ranks. It returns
-        False if it was superseded. `begun`: monotonic seconds.
-        """
+    def start(self, files: FileSet, begun: float) -> None:
+        """Start to write files. `begun`: monotonic seconds."""
         assert self._flight is None, "one set of files at a time"
         self._tries += 1
-        key = f"{self._key}/{self._tries}"
-        self._flight = self._thread.submit(self._run, what, draft, write, publish, begun, key)
+        self._flight = self._thread.submit(self._run, files, begun, f"{self._key}/{self._tries}")
 
     def settle(self) -> Ended | None:
         """Wait for the files in flight; return their end, the same on every rank. None: no files"""
@@ -139,20 +136,12 @@ class BackgroundFiles:
         self._thread.shutdown(wait=False)
 
     # ---- on the writing thread
-    def _run(
-        self,
-        what: str,
-        draft: Path,
-        write: Callable[[], dict[str, str]],
-        publish: Callable[[dict[str, str]], bool],
-        begun: float,
-        key: str,
-    ) -> Ended:
+    def _run(self, files: FileSet, begun: float, key: str) -> Ended:
         hashes, end = {}, Ended()
         try:
-            hashes = write()
+            hashes = files.write()
         except OSError as error:
-            end = _failed(what, draft, error)
+            end = _failed(files, error)
         self._store.set(f"{key}/{self._rank}", json.dumps([hashes, vars(end)]))
         if self._rank > 0:
             return Ended(**self._await(f"{key}/end"))
@@ -161,12 +150,12 @@ class BackgroundFiles:
         if not end.problem:
             every = {name: sha256 for each, _ in written for name, sha256 in each.items()}
             try:
-                published = publish(every)
+                published = files.publish(every)
                 end = Ended(published, time.monotonic() - begun)
             except (OSError, CrayError) as error:
-                end = _failed(what, draft, error)
+                end = _failed(files, error)
         if end.problem:
-            shutil.rmtree(draft, ignore_errors=True)
+            shutil.rmtree(files.draft, ignore_errors=True)
         self._store.set(f"{key}/end", json.dumps(vars(end)))
         return end
 
@@ -176,13 +165,13 @@ class BackgroundFiles:
         return json.loads(self._store.get(key))
 
 
-def _failed(what: str, draft: Path, error: OSError | CrayError) -> Ended:
+def _failed(files: FileSet, error: OSError | CrayError) -> Ended:
     if isinstance(error, CrayError):
         return Ended(problem=str(error), kind=JobError.__name__)
     kind = DiskFull if error.errno in FULL else StoreError
     problem = (
-        f"{what} could not be written: {error}; the one before it stays. Make room in"
-        f" {draft.parent}"
+        f"{files.what} could not be written: {error}; the one before it stays. Make room in"
+        f" {files.draft.parent}"
     )
     return Ended(problem=problem, kind=kind.__name__)
 
@@ -237,7 +226,8 @@ class Saver:
             return published
 
         what = f"the resume point of step {self._step}"
-        self._files.start(what, draft, lambda: self._write_rank(draft, index), publish, started)
+        files = FileSet(what, draft, lambda: self._write_rank(draft, index), publish)
+        self._files.start(files, started)
 
     def keep(self, common: dict[str, Any]) -> None:
         """Write the current state, and return when it is published. Collective.
@@ -295,7 +285,7 @@ class Saver:
         if end is None:
             return
         if end.problem:
-            self._problem, self._step = end.error, -1
+            self._problem, self._step = _ERRORS[end.kind](end.problem), -1
             if self._rank == 0:
                 print(end.problem, flush=True)
         elif end.published and self._rank == 0:

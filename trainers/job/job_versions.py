@@ -3,7 +3,7 @@
 The ranks copy and probe the weights between two steps. A thread of each then writes its share, as
 of a resume point, and rank 0's thread publishes and registers the whole. A version that could not
 be written is a warning, and the job goes on. Called by rank.py. Read next:
-checkpointing/hf_export.py, whose `stage` copies the weights.
+checkpointing/hf_export.py.
 """
 
 import re
@@ -18,7 +18,7 @@ from cray_agents.runtime.disk import durable
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.trainers.checkpointing import hf_export
-from cray_agents.trainers.checkpointing.save import BackgroundFiles
+from cray_agents.trainers.checkpointing.save import BackgroundFiles, FileSet
 from cray_agents.trainers.job.job_inputs import JobInputs
 from cray_agents.trainers.job.master_weights import warn
 from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, is_rank0
@@ -26,9 +26,9 @@ from cray_agents.trainers.training.train_step import RankTraining
 
 
 class JobVersions:
-    """The versions that one attempt publishes. All ranks call the same methods in the same order.
+    """The versions that one attempt publishes, if the job has `publish_every`. Collective.
 
-    A job without `publish_every` has none. What a killed attempt published counts, and is told of.
+    What a killed attempt published counts, and is told of.
     """
 
     def __init__(
@@ -60,30 +60,28 @@ class JobVersions:
             return
         self.settle()
         begun, name = time.monotonic(), self._name(step)
-        draft, final = self._home.checkpoint(f".{name}.{attempt}"), self._home.checkpoint(name)
+        draft = self._home.checkpoint(f".{name}.{attempt}")
         training.finish()
-        staged = hf_export.stage(
-            training,
-            spec,
-            hf_export.probe_prompts(self._work.samples),
-            {**totals(), "steps": step},
-            self._agreement if spec.hyperparameters.dtype == "bfloat16" else None,
-            self._home,
-            draft,
-            final,
-        )
+        agreement = self._agreement if spec.hyperparameters.dtype == "bfloat16" else None
+        prompts, metrics = hf_export.probe_prompts(self._work.samples), {**totals(), "steps": step}
 
-        def publish(hashes: dict[str, str]) -> bool:
-            if self._work.journal.fenced(attempt) is not None:
-                shutil.rmtree(draft)
-                return False
-            staged.finish(hashes)
-            self._register(name)
-            return True
+        def aside(
+            write: Callable[[], dict[str, str]], finish: Callable[[dict[str, str]], str]
+        ) -> None:
+            def publish(hashes: dict[str, str]) -> bool:
+                if self._work.journal.fenced(attempt) is not None:
+                    shutil.rmtree(draft)
+                    return False
+                finish(hashes)
+                return True
 
+            assert self._files is not None
+            self._files.start(FileSet(f"the version of step {step}", draft, write, publish), begun)
+
+        about = (spec, prompts, metrics, agreement, self._home, draft, self._home.checkpoint(name))
+        hf_export.publish(training, *about, aside=aside)
         self._published.add(step)
         self._step, self._begun = step, begun
-        self._files.start(f"the version of step {step}", draft, staged.write, publish, begun)
 
     def settle(self) -> None:
         """Wait until the version in flight is published, and tell of it."""
@@ -123,27 +121,17 @@ class JobVersions:
                 self._tell(step)
         return steps
 
-    def _register(self, name: str) -> str:
-        """Return the version that a published checkpoint is; the same one again, if it is one."""
-        assert self._every is not None
-        manifest = checkpoints.read_manifest(self._home.checkpoint(name))
-        return Registry(self._home).register(self._every.name, name, manifest).id
-
     def _tell(self, step: int, seconds: float = 0.0) -> None:
-        """Write a version's event."""
+        """Register a published checkpoint as a version, unless it is one, and write its event."""
+        assert self._every is not None
         name = self._name(step)
         try:
-            metrics = checkpoints.read_manifest(self._home.checkpoint(name)).metrics
-            version = self._register(name)
-        except (OSError, CrayError) as problem:  # such as one that was removed meanwhile
+            manifest = checkpoints.read_manifest(self._home.checkpoint(name))
+            version = Registry(self._home).register(self._every.name, name, manifest)
+        except (OSError, CrayError) as problem:  # such as a full disk, or one that was removed
             warn(self._work.journal, f"{name} is no version: {problem}")
             return
-        self._work.journal.event(
-            "version",
-            version=version,
-            checkpoint=name,
-            step=step,
-            loss=metrics.get("loss_last"),
-            validation_loss=metrics.get("validation_loss"),
-            seconds=seconds,
-        )
+        about = {"version": version.id, "checkpoint": name, "step": step, "seconds": seconds}
+        losses = {"loss": "loss_last", "validation_loss": "validation_loss"}
+        about |= {field: manifest.metrics.get(metric) for field, metric in losses.items()}
+        self._work.journal.event("version", **about)

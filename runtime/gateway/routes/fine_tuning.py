@@ -27,9 +27,9 @@ from starlette.responses import Response
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Record, digest
-from cray_agents.runtime.disk import paging
+from cray_agents.runtime.disk import journal, paging
 from cray_agents.runtime.disk.checksums import list_whole
-from cray_agents.runtime.fine_tuning.job_events import events, published_versions
+from cray_agents.runtime.fine_tuning.job_events import events
 from cray_agents.runtime.fine_tuning.job_records import CreateJob, resolve_request
 from cray_agents.runtime.fine_tuning.tuning_jobs import JobState
 from cray_agents.runtime.gateway.http.api_keys import Role
@@ -39,6 +39,7 @@ from cray_agents.runtime.gateway.http.error_envelope import without_paths
 from cray_agents.runtime.gateway.http.fields import After, Limit, ListPage, named
 from cray_agents.runtime.gateway.http.routing import Router
 from cray_agents.runtime.gateway.services import Current, Services
+from cray_agents.training_jobs import JobVersion, versions_in
 
 METADATA = re.compile(r"metadata\[(.{1,64})\]")
 ACTION_FAILS = "404 not_found, 400 job_ended, 400 job_not_started, 400 job_not_paused"
@@ -83,11 +84,7 @@ class FineTuningCheckpoint(Record):
 
     id: str
     object: Literal["fine_tuning.job.checkpoint"]
-    created_at: int
-    fine_tuning_job_id: str
-    fine_tuned_model_checkpoint: str
     step_number: int
-    metrics: dict[str, float]
 
 
 @router.get("/v1/fine_tuning/jobs", Role.train, answer=ListPage[FineTuningJob], own_query=True)
@@ -309,35 +306,30 @@ def _estimate(state: JobState) -> int | None:
 
 def _checkpoints(services: Services, state: JobState) -> list[dict[str, Any]]:
     """Return the versions of a job, the newest first. Resume points are none: none serves them."""
-    ended, rows = state.ended, list[dict[str, Any]]()
-    if ended is not None and ended.model is not None:
-        result = (ended.step, ended.model, ended.loss, ended.valid_loss, ended.time)
-        rows.append(_checkpoint(state, *result))
+    ended, versions = state.ended, list[JobVersion]()
     if state.validated is not None:
-        for one in reversed(published_versions(services.home.job(state.validated.spec.id))):
-            version = (one.step, one.version, one.loss, one.validation_loss, one.time)
-            rows.append(_checkpoint(state, *version))
-    return rows
+        folder = services.home.job(state.validated.spec.id)
+        versions = versions_in(journal.read(folder / "events.jsonl"))
+    if ended is not None and ended.model is not None:
+        about = {"step": ended.step, "loss": ended.loss, "validation_loss": ended.valid_loss}
+        versions.append(JobVersion(version=ended.model, checkpoint="", time=ended.time, **about))
+    return [_checkpoint(state.request.id, version) for version in reversed(versions)]
 
 
-def _checkpoint(
-    state: JobState,
-    step: int,
-    version: str,
-    loss: float | None,
-    valid_loss: float | None,
-    time: float,
-) -> dict[str, Any]:
-    metrics = {"step": step, "train_loss": loss}
+def _checkpoint(job_id: str, version: JobVersion) -> dict[str, Any]:
+    metrics, valid_loss = (
+        {"step": version.step, "train_loss": version.loss},
+        version.validation_loss,
+    )
     if valid_loss is not None:
         metrics |= {"valid_loss": valid_loss, "full_valid_loss": valid_loss}
     return {
-        "id": f"ftckpt-{digest([state.request.id, step], 24)}",
+        "id": f"ftckpt-{digest([job_id, version.step], 24)}",
         "object": "fine_tuning.job.checkpoint",
-        "created_at": int(time),
-        "fine_tuning_job_id": state.request.id,
-        "fine_tuned_model_checkpoint": version,
-        "step_number": step,
+        "created_at": int(version.time),
+        "fine_tuning_job_id": job_id,
+        "fine_tuned_model_checkpoint": version.version,
+        "step_number": version.step,
         "metrics": metrics,
     }
 
