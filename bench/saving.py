@@ -37,7 +37,7 @@ def model(name: str, folder: Path) -> Path:
         num_attention_heads=heads,
         num_key_value_heads=heads // 2,
         head_dim=64,
-        max_position_embeddings=TOKENS,
+        max_position_embeddings=2 * TOKENS,
         tie_word_embeddings=True,
     ).save_pretrained(folder)
     return folder
@@ -122,7 +122,7 @@ async def main(home: Path) -> None:
         place = Home(home / f"publishing-{next(numbers)}")
         more = {"hyperparameters": hyper, "publish_every": every, "save_every": STEPS}
         journal = write_job(place, parent, **more)
-        assert start_job(journal).wait() == 0, journal.log_tail()
+        assert start_job(journal).wait() == 0, journal.status()
         assert len(journal.versions) == (STEPS // EVERY - 1 if every else 0), journal.warnings
         times = [event["time"] for event in journal.events() if event["event"] == "step"]
         return (len(times) - 1) / (times[-1] - times[0])

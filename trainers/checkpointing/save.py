@@ -72,7 +72,7 @@ _ERRORS: dict[str, type[CrayError]] = {
 
 
 @dataclass(frozen=True)
-class Ended:
+class BackgroundEnd:
     """The end of background files: published, superseded, or a problem of a kind in `_ERRORS`."""
 
     published: bool = False
@@ -108,7 +108,7 @@ class BackgroundFiles:
         store: Any = distributed_c10d._get_default_store()
         self._store = store.clone()  # a connection of its own, so that the thread may wait on it
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="background-files")
-        self._flight: Future[Ended] | None = None
+        self._flight: Future[BackgroundEnd] | None = None
 
     @property
     def in_flight(self) -> bool:
@@ -126,7 +126,7 @@ class BackgroundFiles:
         self._tries += 1
         self._flight = self._thread.submit(self._run, files, begun, f"{self._key}/{self._tries}")
 
-    def settle(self) -> Ended | None:
+    def settle(self) -> BackgroundEnd | None:
         """Wait for the files in flight; return their end, the same on every rank. None: no files"""
         flight, self._flight = self._flight, None
         return None if flight is None else flight.result()
@@ -136,22 +136,22 @@ class BackgroundFiles:
         self._thread.shutdown(wait=False)
 
     # ---- on the writing thread
-    def _run(self, files: FileSet, begun: float, key: str) -> Ended:
-        hashes, end = {}, Ended()
+    def _run(self, files: FileSet, begun: float, key: str) -> BackgroundEnd:
+        hashes, end = {}, BackgroundEnd()
         try:
             hashes = files.write()
         except OSError as error:
             end = _failed(files, error)
         self._store.set(f"{key}/{self._rank}", json.dumps([hashes, vars(end)]))
         if self._rank > 0:
-            return Ended(**self._await(f"{key}/end"))
+            return BackgroundEnd(**self._await(f"{key}/end"))
         written = [self._await(f"{key}/{rank}") for rank in range(self._world)]
-        end = next((Ended(**each) for _, each in written if each["problem"]), end)
+        end = next((BackgroundEnd(**each) for _, each in written if each["problem"]), end)
         if not end.problem:
             every = {name: sha256 for each, _ in written for name, sha256 in each.items()}
             try:
                 published = files.publish(every)
-                end = Ended(published, time.monotonic() - begun)
+                end = BackgroundEnd(published, time.monotonic() - begun)
             except (OSError, CrayError) as error:
                 end = _failed(files, error)
         if end.problem:
@@ -165,15 +165,15 @@ class BackgroundFiles:
         return json.loads(self._store.get(key))
 
 
-def _failed(files: FileSet, error: OSError | CrayError) -> Ended:
+def _failed(files: FileSet, error: OSError | CrayError) -> BackgroundEnd:
     if isinstance(error, CrayError):
-        return Ended(problem=str(error), kind=JobError.__name__)
+        return BackgroundEnd(problem=str(error), kind=JobError.__name__)
     kind = DiskFull if error.errno in FULL else StoreError
     problem = (
         f"{files.what} could not be written: {error}; the one before it stays. Make room in"
         f" {files.draft.parent}"
     )
-    return Ended(problem=problem, kind=kind.__name__)
+    return BackgroundEnd(problem=problem, kind=kind.__name__)
 
 
 def _report_nothing(step: int, seconds: float) -> None: ...

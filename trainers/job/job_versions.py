@@ -105,7 +105,7 @@ class JobVersions:
         if every.steps is not None:
             return step % every.steps == 0
         minutes = (time.monotonic() - self._begun) / 60
-        return broadcast_from_rank0(every.minutes is not None and minutes >= every.minutes)
+        return bool(broadcast_from_rank0(minutes >= (every.minutes or 0)))
 
     def _name(self, step: int) -> str:
         return f"{self._work.spec.id}-{step}"
