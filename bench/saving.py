@@ -1,5 +1,9 @@
-"""Training time lost to a resume point, written in the background and waited for."""
+"""Training time lost to a resume point, written in the background and waited for, and to versions.
 
+A job publishes these while it trains: its steps a second beside those of one that does not.
+"""
+
+import itertools
 import json
 import statistics
 import time
@@ -9,14 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from bench.rounds import ROUNDS, row
-from cray_agents.training_jobs import Hyperparameters, Layout
+from bench.rounds import ROUNDS, row, side_by_side
+from bench.training import HYPER, start_job, write_job
+from cray_agents.paths import Home
+from cray_agents.training_jobs import Hyperparameters, Layout, PublishEvery
 
 SIZES: dict[str, dict[str, int]] = {
     "10M": {"hidden_size": 256, "num_hidden_layers": 10, "intermediate_size": 896},
     "100M": {"hidden_size": 640, "num_hidden_layers": 16, "intermediate_size": 2304},
 }
 TOKENS = 256  # in a sequence; one sequence a step
+STEPS, EVERY = 200, 50  # of a job, and between its versions
 
 
 def model(name: str, folder: Path) -> Path:
@@ -30,7 +37,7 @@ def model(name: str, folder: Path) -> Path:
         num_attention_heads=heads,
         num_key_value_heads=heads // 2,
         head_dim=64,
-        max_position_embeddings=TOKENS,
+        max_position_embeddings=2 * TOKENS,
         tie_word_embeddings=True,
     ).save_pretrained(folder)
     return folder
@@ -107,3 +114,21 @@ async def main(home: Path) -> None:
         of = "training blocked / waited for"
         print(f"| {what} | {of} | {blocked:,.0f} / {waited:,.0f} ms | {ratio:.3f} |", flush=True)
         row("", "a step / a step while a point is written", f"{step:,.0f} / {beside:,.0f} ms")
+    parent, numbers = home / "10M" / "model", itertools.count()
+
+    async def speed(every: PublishEvery | None) -> float:
+        """The steps a second of a job, from its first step's end to its last one's."""
+        hyper = HYPER.model_copy(update={"steps": STEPS, "batch_size": 1})
+        place = Home(home / f"publishing-{next(numbers)}")
+        more = {"hyperparameters": hyper, "publish_every": every, "save_every": STEPS}
+        journal = write_job(place, parent, **more)
+        assert start_job(journal).wait() == 0, journal.status()
+        assert len(journal.versions) == (STEPS // EVERY - 1 if every else 0), journal.warnings
+        times = [event["time"] for event in journal.events() if event["event"] == "step"]
+        return (len(times) - 1) / (times[-1] - times[0])
+
+    sides = {
+        f"a version each {EVERY} steps": partial(speed, PublishEvery(name="m", steps=EVERY)),
+        "none": partial(speed, None),
+    }
+    await side_by_side("training 10M parameters", "steps/s", sides)

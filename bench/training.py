@@ -223,11 +223,7 @@ def start_of_a_job(home: Path, number: int) -> float:
     home = home / f"start-{number}"
     journal = write_job(Home(home), home.parent / "model")
     begun = time.perf_counter()
-    job = subprocess.Popen(
-        [sys.executable, "-m", "cray_agents.trainers.job.job", str(journal.folder / "spec.json")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-    )
+    job = start_job(journal)
     while not any(event["event"] == "step" for event in journal.events()):
         assert job.poll() is None, journal.log_tail()
         time.sleep(0.01)
@@ -237,8 +233,17 @@ def start_of_a_job(home: Path, number: int) -> float:
     return seconds
 
 
-def write_job(home: Home, parent: Path) -> JobJournal:
-    """A job over the same sequences, ready to be run."""
+def start_job(journal: JobJournal) -> "subprocess.Popen[bytes]":
+    """The process of a job, with one thread a rank."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "cray_agents.trainers.job.job", str(journal.folder / "spec.json")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def write_job(home: Home, parent: Path, **changes: Any) -> JobJournal:
+    """A job over the same sequences, ready to be run. `changes`: of its spec's fields."""
     rows = sequences("equal")
     folder = home.dataset("bench")
     folder.mkdir(parents=True)
@@ -251,12 +256,13 @@ def write_job(home: Home, parent: Path) -> JobJournal:
     pq.write_table(pa.table(columns), path)
     files = {path.name: {"sha256": durable.sha256_file(path)}}
     (folder / "manifest.json").write_text(json.dumps({"method": "sft", "files": files}))
-    spec = JobSpec(
-        dataset="bench",
-        parent=str(parent),
-        parent_sha256=parent_sha256(parent, "random"),
-        hyperparameters=HYPER,
-    )
+    fields: dict[str, Any] = {
+        "dataset": "bench",
+        "parent": str(parent),
+        "parent_sha256": parent_sha256(parent, "random"),
+        "hyperparameters": HYPER,
+    }
+    spec = JobSpec(**fields | changes)
     journal = JobJournal(home, spec.id)
     journal.write_spec(spec)
     return journal

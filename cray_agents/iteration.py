@@ -36,6 +36,8 @@ class Iteration(Record):
       pairs behind it. `unscored` of these count with the worst reward, as the candidate could not
       be scored. `unpaired` and `failed_pairs` were left out (see Gaps in
       promotion/sequential_test.py).
+    - `choice`: the success of each version that the job published, on the held-out tasks that chose
+      `version` among them and decide nothing; empty if there was no choice.
     - `zero_variance_groups` counts tasks whose attempts all got the same reward, `resampled` the
       tasks drawn in their place.
     - `agreement` and `mean_metrics` are those of JobStatus: what trainer and sampler disagreed by,
@@ -86,6 +88,7 @@ class Iteration(Record):
     epochs: float = 0.0
     kinds: dict[str, int] = Field(default_factory=dict)
     remarks: list[str] = Field(default_factory=list)
+    choice: dict[str, float] = Field(default_factory=dict)
     promoted: bool = True
     evidence: float | None = None
     wins: int | None = None

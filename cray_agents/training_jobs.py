@@ -6,6 +6,7 @@ A spec's id is a hash of every field that decides the result. The layout and the
 only decide how the job is run stay out of the id. Read next: `trainers/job/job.py`.
 """
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
@@ -326,6 +327,23 @@ class Layout(StrictRecord):
         return tuple(sum(chunks[stage :: self.pipeline]) for stage in range(self.pipeline))
 
 
+class PublishEvery(StrictRecord):
+    """How often a job publishes its weights while it trains: every so many `steps`, or `minutes`.
+
+    Each time they become the next version of `name`, without promotion.
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    steps: int | None = Field(None, gt=0)
+    minutes: float | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if (self.steps is None) == (self.minutes is None):
+            raise ValueError("say how often: give either `steps` or `minutes`")
+        return self
+
+
 class JobSpec(StrictRecord):
     """A training job. Two specs with the same id are the same job, also of different users.
 
@@ -345,6 +363,7 @@ class JobSpec(StrictRecord):
     - `layout` spreads it over ranks.
     - `save_every` is the number of steps between resume points. The last `keep` stay, and one when
       the job has succeeded.
+    - `publish_every` publishes versions while it trains, in the background. None: its result alone.
     - `evaluate_every` is the number of steps between losses on the dataset's validation split, if
       it has one (None: before the first step and at the end).
     - `recompute` selects the activations to recompute: `none`, `full`, or modules joined by commas:
@@ -381,6 +400,7 @@ class JobSpec(StrictRecord):
     layout: Layout = Field(default_factory=Layout)
     save_every: int = Field(50, gt=0)
     keep: int = Field(2, gt=0)
+    publish_every: PublishEvery | None = None
     evaluate_every: int | None = Field(None, gt=0)
     recompute: Recompute = "none"
     logprob_limit: float | None = Field(None, gt=0)
@@ -407,6 +427,8 @@ class JobSpec(StrictRecord):
             and (method == "sft" or (method in ON_POLICY and not hyper.policy.kl)),
             "teacher": method != "distill" and self.teacher is not None,
         }
+        if self.commands is not None and self.publish_every is not None:
+            raise ValueError("publish_every has no effect with commands: one of these publishes")
         for name, wrong in unused.items():
             if wrong:
                 without = " and policy.kl 0" if method in ON_POLICY else ""
@@ -471,6 +493,7 @@ _EXECUTION_FIELDS = {
     "layout",
     "save_every",
     "keep",
+    "publish_every",
     "evaluate_every",
     "recompute",
     "logprob_limit",
@@ -496,6 +519,28 @@ class TakenUp(Record):
     seconds: float
 
 
+class JobVersion(Record):
+    """A version `name@N` that a job published after `step` steps, while it trained.
+
+    `loss` is that step's, `validation_loss` the newest on the validation split, if there is one.
+    `seconds` is what the publication took in the background. `time`: unix seconds.
+    """
+
+    version: str
+    checkpoint: str
+    step: int
+    loss: float | None = None
+    validation_loss: float | None = None
+    seconds: float = 0.0
+    time: float = 0.0
+
+
+def versions_in(events: Iterable[dict[str, Any]]) -> list[JobVersion]:
+    """Return the published versions among a job's events, each once, the oldest first."""
+    found = (JobVersion(**event) for event in events if event["event"] == "version")
+    return sorted({one.step: one for one in found}.values(), key=lambda one: one.step)
+
+
 JobState = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
 
 
@@ -512,6 +557,7 @@ class JobStatus(Record):
     `agreement`: the distance of trainer and engine before the first step, on at most 256 samples
     of the parent; None before it, and without such samples. `mean_metrics`: the method's measures,
     as means over the tokens that the job trained on: of grpo its ratios and the shares clipped.
+    `versions`: those that it published while it trained, the oldest first; not the result.
     """
 
     id: str
@@ -537,4 +583,5 @@ class JobStatus(Record):
     warnings: list[str] = Field(default_factory=list)
     agreement: LogprobDistance | None = None
     mean_metrics: dict[str, float] = Field(default_factory=dict)
+    versions: list[JobVersion] = Field(default_factory=list)
     checkpoint: str | None = None

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from datetime import datetime
 from functools import partial
@@ -498,5 +499,51 @@ def test_watch_at_the_command_line(tmp_path: Path) -> None:
         assert "the same command goes on" in rest
         assert "m@2" in out
 
-    wrong = subprocess.run(command(*file, "--once"), capture_output=True, text=True)
-    assert (wrong.returncode, "--once has no effect without --watch" in wrong.stderr) == (2, True)
+    for words, told in (
+        (["--once"], "--once has no effect without --watch"),
+        (["--every", "6h"], "--every has no effect without --watch"),
+        (["--watch", "--every", "often"], "--every 'often': give a time such as 30m, 12h or 7d"),
+    ):
+        wrong = subprocess.run(command(*file, *words), capture_output=True, text=True)
+        assert (wrong.returncode, told in wrong.stderr) == (2, True)
+
+
+@pytest.mark.slow
+def test_every_six_hours_for_days_through_kills(tmp_path: Path) -> None:
+    """The file sets the clock of its process: an update six hours after the last, and none before.
+
+    The process is killed after each look, and once for longer than six hours.
+    """
+    hours, began = tmp_path / "hours", time.time()
+    clock = f"import time\nfrom pathlib import Path\n\nHOURS = Path({str(hours)!r})\n"
+    clock += f"time.time = lambda: {began} + 3600 * float(HOURS.read_text())\n"
+    (tmp_path / "agent.py").write_text(clock + FILE.replace("Live(runs=2)", f"Live(poll={POLL})"))
+    with platform(tmp_path / "home", ScriptedEngine(answer)) as where:
+        users = Users(where)
+        words = command(tmp_path / "agent.py", "--url", where.url, "--watch", "--every", "6h")
+
+        def updates_after(hour: float, sign: str) -> int:
+            """Let the command run until it says so at that hour, kill it; count its updates."""
+            hours.write_text(str(hour))
+            running = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+            assert any(sign in line for line in running.stderr)
+            running.kill()
+            running.communicate()
+            return len(asyncio.run(recorded()))
+
+        async def recorded() -> list[Any]:
+            found = await where.iterations("it")
+            await where.close()
+            return found
+
+        users.asked_and_judged([1, 2])
+        waiting, none = (f"waiting for the schedule {count} rewarded runs" for count in (2, 0))
+        assert updates_after(0, waiting) == 1  # the model before training alone
+        assert updates_after(5.9, waiting) == 1
+        assert updates_after(6.1, none) == 2
+        users.asked_and_judged([3, 4])
+        assert updates_after(12.0, waiting) == 2  # six hours after 6.1 are not over
+        assert updates_after(40.0, none) == 3  # one for all that were missed
+        assert updates_after(72.0, none) == 3  # due, but no run came
+        users.asked_and_judged([5, 6])
+        assert updates_after(72.1, none) == 4

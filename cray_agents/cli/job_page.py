@@ -180,6 +180,7 @@ _DESCRIPTIONS: dict[str, Callable[[Event], str]] = {
     "evaluation": _evaluation,
     "agreement": _agreement,
     "saved": _saved,
+    "version": lambda event: f"step {event['step']}: published {event['version']}",
     "verdict": _verdict,
     "straggler": _straggler,
     "failed": lambda event: f"failed: {event['message']}",

@@ -1,6 +1,7 @@
 """`loop` and `eval`: run the self-improving loop, or the evaluation, that a Python file defines.
 
-The same command goes on. With --watch the file's loop trains on live traffic, without end.
+The same command goes on. With --watch the file's loop trains on live traffic, without end; with
+--every at those times alone.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ from cray_agents.cli.screen import (
     settings,
 )
 from cray_agents.cli.user_files import find, load
+from cray_agents.cli.where import duration
 from cray_agents.errors import BadInput
 from cray_agents.iteration import Iteration, LoopProgress, promoted_version
 from cray_agents.loop.evaluation import Evaluation, EvaluationResult
@@ -67,6 +69,12 @@ def loop(
     watch: Annotated[
         bool, typer.Option("--watch", help="Train on live runs that people rewarded.")
     ] = False,
+    every: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME", help="With --watch: an update each 6h, 30m or 1d, if any run came."
+        ),
+    ] = None,
     once: Annotated[
         bool, typer.Option("--once", help="With --watch: end after the next update.")
     ] = False,
@@ -80,8 +88,12 @@ def loop(
     chosen = find(module, "loop", Loop, file)
     if watch and chosen.live is None:
         chosen = replace(chosen, live=Live(), name=f"{chosen.name}-live")
-    if once and not watch:
-        raise BadInput("--once has no effect without --watch", param="once")
+    for name, value in (("once", once), ("every", every)):
+        if value and not watch:
+            raise BadInput(f"--{name} has no effect without --watch", param=name)
+    if every is not None and chosen.live is not None:
+        changes = {"runs": None, "every": duration(every, "every")}
+        chosen = replace(chosen, live=Live(**{**dict(chosen.live), **changes}))
     if accept_changes:
         chosen = replace(chosen, changed="accept")
     if iterations is None:

@@ -18,7 +18,7 @@ from cray_agents.loop.stop_rules import Stop
 from cray_agents.loop.warmup import WarmUp
 from cray_agents.loop.warmup import check as check_warm_up
 from cray_agents.platform.client import Platform
-from cray_agents.promotion.sequential_test import PromotionTest
+from cray_agents.promotion.sequential_test import PromotionTest, choosing_tasks, deciding_tasks
 from cray_agents.rewards.llm_judge import GroupJudge
 from cray_agents.rewards.reward import check_names
 from cray_agents.tasks.task_set import TaskSet
@@ -105,6 +105,7 @@ def check(loop: LoopSettings) -> None:
     if loop.live is not None:
         _check_live(loop, methods)
     _check_keys(loop)
+    _check_choosing(loop)
     least, most = loop.promotion.low, loop.promotion.high
     target = loop.stop.target
     if target is not None and not least <= target <= most:
@@ -168,6 +169,26 @@ def check_key(name: str, key: str | None, metadata: Sequence[Mapping[str, Any]])
             f"{name}={key!r}: no task has that in its metadata; there is {have}",
             param=name.partition(".")[0],
         )
+
+
+def _check_choosing(loop: LoopSettings) -> None:
+    """Refuse a choice among a job's versions that cannot be made."""
+    share, held_out = loop.promotion.choosing, loop.tasks.split("holdout")
+    if not share:
+        return
+    if all(one.method.training.publish_every is None for one in loop.schedule):
+        raise BadInput(
+            f"choosing={share:g} has no effect, as the jobs publish their result alone: give a "
+            "method training=Training(publish_every=50)",
+            param="choosing",
+        )
+    for what, chosen in (("choose", choosing_tasks), ("decide", deciding_tasks)):
+        if not chosen(held_out, loop.promotion):
+            raise BadInput(
+                f"choosing={share:g}: none of {len(held_out)} held-out tasks is left to {what}: "
+                "give more of them, or another share",
+                param="choosing",
+            )
 
 
 def _check_control(loop: LoopSettings, methods: set[str]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cray_agents.errors import BadInput, HookError
+from cray_agents.errors import BadInput, HookError, SwapError
 from cray_agents.iteration import Iteration, decisions_in
 from cray_agents.loop.phase_timer import PhaseTimer
 from cray_agents.loop.rollouts import (
@@ -31,6 +31,7 @@ from cray_agents.promotion.sequential_test import (
     Gaps,
     PairedEvidence,
     PromotionTest,
+    choosing_tasks,
     decide,
     deciding_tasks,
     entry_of,
@@ -139,6 +140,29 @@ class HoldoutEvaluator:
                     candidate, who=who, reason=decision.reason, numbers=numbers
                 )
         return CandidateVerdict(proof, decision, runs)
+
+    async def choose(
+        self, versions: Sequence[ModelVersion]
+    ) -> tuple[ModelVersion, dict[str, float]]:
+        """Return the best of a job's versions, and the success of each on the choosing tasks.
+
+        Of equal ones the last. These tasks never decide on a promotion, so that its error stays
+        what it is. A version that fails its check is rejected.
+        """
+        tasks, found = choosing_tasks(self.tasks.split("holdout"), self.test), dict[str, float]()
+        for version in versions:
+            try:
+                with self.clock.phase("swap", version.id):
+                    await self.gate.stage(version)
+                with self.clock.phase("choose a version"):
+                    runs = await self._answers(version, tasks, "choose a version")
+                found[version.id] = success(runs)
+            except SwapError as error:
+                who, why = f"loop {self.rollouts.loop}", f"check failed: {error}"
+                await self.platform.reject(version, who=who, reason=why)
+        best = max(found.values(), default=0.0)
+        chosen = [version for version in versions if found.get(version.id) == best]
+        return (chosen or versions)[-1], found
 
     async def evaluate(self, version: ModelVersion, split: Split) -> list[Run]:
         """Run a version on the tasks that measure it, once per version."""

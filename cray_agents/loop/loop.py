@@ -53,7 +53,7 @@ from cray_agents.promotion.sequential_test import PromotionTest
 from cray_agents.records import ModelVersion, ProbeReport, Run, Split
 from cray_agents.rewards.reward import RewardFunction
 from cray_agents.tasks.task_set import TaskSet
-from cray_agents.training_jobs import MANY_EPOCHS, JobStatus
+from cray_agents.training_jobs import MANY_EPOCHS, JobStatus, PublishEvery
 
 STOP_SECONDS = 30.0  # for an interrupted loop to record the ends of its runs
 
@@ -229,6 +229,7 @@ class Loop:
     async def _improve(self, done: list[Iteration], iterations: int) -> Iteration:
         """One iteration: collect, score, build, train, check, evaluate, promote or reject."""
         number, gate = len(done), self._running().gate
+        now = self._scheduled(number)
         done = await self._running().source.begin(done)
         parent = await self._client.version(base_version(done))
         gate.staying = promoted_version(done)
@@ -240,14 +241,12 @@ class Loop:
             job = await self.train(dataset, parent, done, iterations)
         except (BadInput, JobError) as error:
             return record_without_update(made, done, error, live=self.live is not None)
-        candidate = await self._client.register(self.agent.model, job.checkpoint or job.id)
+        candidate, chosen = await self._candidate(job, evaluates=now.evaluates(number, iterations))
         trained = {
             "dataset": dataset["id"],
             "samples": dataset["samples"],
             "demonstrations": dataset["demonstrations"] or 0,
-            "epochs": job.steps
-            * self._scheduled(number).method.training.batch_size
-            / units_in(dataset),
+            "epochs": job.steps * now.method.training.batch_size / units_in(dataset),
             "job": job.id,
             "job_id": job.scheduler_job_id,
             "trained_tokens": job.trained_tokens,
@@ -260,6 +259,7 @@ class Loop:
             "agreement": job.agreement,
             "mean_metrics": job.mean_metrics,
             "version": candidate.id,
+            "choice": chosen,
         }
         judged = await self._judge(candidate, done, iterations)
         iteration = made.model_copy(update=trained | judged)
@@ -322,10 +322,11 @@ class Loop:
         method, evaluates = now.method, now.evaluates(len(done), last)
         temperature, staleness = self.sampling.temperature, self.sampling.max_staleness
         hyperparameters = hyperparameters_of(method, len(done), temperature, dataset)
+        name, every = self.agent.model, method.training.publish_every
 
         def report(job: JobStatus) -> None:
             self._timer.report("train", job.step, job.steps, f"job {job.scheduler_job_id}")
-            if job.offered:
+            if job.offered and not self.promotion.choosing:  # else another one may be the best
                 gate = self._running().gate
                 gate.receive(job.id, rollouts=staleness > 0, evaluates=evaluates)
 
@@ -337,10 +338,25 @@ class Loop:
                 hyperparameters=hyperparameters,
                 teacher=method.teacher if isinstance(method, Distill) else None,
                 optimizer_from="parent",
+                publish_every=None if every is None else PublishEvery(name=name, steps=every),
                 logprob_limit=method.training.logprob_limit,
                 session=None if self.live else self.name,  # live updates are hours apart
             )
             return await self._client.wait_for(job, report)
+
+    async def _candidate(
+        self, job: JobStatus, *, evaluates: bool
+    ) -> tuple[ModelVersion, dict[str, float]]:
+        """Return what the loop decides on, a job's result or the best of its versions.
+
+        With it the success of each on the tasks that chose.
+        """
+        result = await self._client.register(self.agent.model, job.checkpoint or job.id)
+        if not (evaluates and job.versions and self.promotion.choosing):
+            return result, {}
+        name = self.agent.model  # a job that another loop began may have published under another
+        versions = [await self._client.register(name, one.checkpoint) for one in job.versions]
+        return await self._running().evaluator.choose([*versions, result])
 
     async def _judge(
         self, candidate: ModelVersion, done: list[Iteration], last: int

@@ -32,6 +32,8 @@ class Training(TrainingSettings):
         steps: of a job. None: as many as see its set three times, with GRPO and Distill once. A
             number is taken as it is, however few samples an iteration has: a remark says how often
             each was seen.
+        publish_every: steps after which a job publishes a version in the background; None: its
+            result alone. With `PromotionTest.choosing` the best one is what the loop decides on.
         seed: each iteration's job has a seed of its own, made of this one.
         logprob_limit: how far trainer and engine may lie apart before a job's first step, in nats:
             see JobSpec. None: by the rounding of both.
@@ -41,11 +43,14 @@ class Training(TrainingSettings):
     """
 
     steps: int | None = Field(None, gt=0)
+    publish_every: int | None = Field(None, gt=0)
     logprob_limit: float | None = Field(None, gt=0)
 
     def job(self, steps: int, **changes: Any) -> Hyperparameters:
         """The hyperparameters of a job with so many steps."""
-        own = self.model_dump(exclude_unset=True, exclude={"steps", "logprob_limit"})
+        own = self.model_dump(
+            exclude_unset=True, exclude={"steps", "publish_every", "logprob_limit"}
+        )
         return Hyperparameters.model_validate({**own, "steps": steps, **changes})
 
 

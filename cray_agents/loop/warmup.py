@@ -69,6 +69,9 @@ class WarmUp:
         for name, job in (("first", self.first), ("then", self.then or self.first)):
             if not isinstance(job, Training) or job.steps is None:
                 raise BadInput(f"{name}={job!r}: give Training(steps=...)", param=name)
+            if job.publish_every is not None:
+                why = "a warm-up tries whole jobs alone: leave it out"
+                raise BadInput(f"publish_every has no effect: {why}", param=name)
         for name, value, least in (
             ("demonstrations", 1 if self.demonstrations is None else self.demonstrations, 1),
             ("more", self.more, 0),

@@ -26,6 +26,7 @@ from cray_agents.training_jobs import (
     JobStatus,
     Layout,
     MethodName,
+    PublishEvery,
 )
 
 # ---- Views: what pages show of a platform, for programs: parts of runs, statistics, usage, changes
@@ -218,6 +219,7 @@ class Platform:
         teacher: str | None = None,
         optimizer_from: str | None = None,
         layout: Layout | None = None,
+        publish_every: PublishEvery | None = None,
         evaluate_every: int | None = None,
         logprob_limit: float | None = None,
         session: str | None = None,
@@ -239,6 +241,7 @@ class Platform:
             "teacher": teacher,
             "optimizer_from": optimizer_from,
             "layout": layout.model_dump() if layout is not None else None,
+            "publish_every": publish_every.model_dump() if publish_every is not None else None,
             "evaluate_every": evaluate_every,
             "logprob_limit": logprob_limit,
             "session": session,

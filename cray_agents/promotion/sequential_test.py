@@ -62,6 +62,8 @@ class PromotionTest(StrictRecord):
         guard: a metadata key; each of its values is a tag whose tasks must not get worse.
         tolerance, guard_alpha: guard_alpha is the greatest probability that all guards together
             reject a candidate that is on no tag worse by more than the tolerance.
+        choosing: share of the held-out tasks that choose the best of the versions that a job
+            published, and never decide: see `Training.publish_every`.
         hidden: share of the held-out tasks that never decide, and are only a guard.
         rotation: number of groups of these tasks; each decision uses the next group.
         low, high: the least and the greatest reward of a run.
@@ -75,6 +77,7 @@ class PromotionTest(StrictRecord):
     guard: str | None = None
     tolerance: float = Field(0.1, ge=0, lt=1)
     guard_alpha: float = Field(0.05, gt=0, le=1)
+    choosing: float = Field(0.0, ge=0, lt=1)
     hidden: float = Field(0.1, ge=0, lt=1)
     rotation: int = Field(2, ge=1)
     low: float = 0.0
@@ -292,8 +295,15 @@ def plan(tasks: Sequence[Task], test: PromotionTest) -> dict[str | None, int]:
 
 
 def deciding_tasks(tasks: Sequence[Task], test: PromotionTest) -> list[Task]:
-    """Return the held-out tasks that decide, without those set aside as probes."""
-    return [task for task in tasks if not _set_aside(task, tasks, test)]
+    """Return the held-out tasks that decide, without those set aside as probes or to choose."""
+    free = [task for task in tasks if not _set_aside(task, tasks, test)]
+    return [task for task in free if not _chooses(task, test)]
+
+
+def choosing_tasks(tasks: Sequence[Task], test: PromotionTest) -> list[Task]:
+    """Return the held-out tasks that choose among a job's versions; a hash of its id sets each."""
+    free = [task for task in tasks if not _set_aside(task, tasks, test)]
+    return [task for task in free if _chooses(task, test)]
 
 
 def probe_tasks(tasks: Sequence[Task], earlier: int, test: PromotionTest) -> list[Task]:
@@ -313,6 +323,10 @@ def probe_tasks(tasks: Sequence[Task], earlier: int, test: PromotionTest) -> lis
 
 def _set_aside(task: Task, tasks: Sequence[Task], test: PromotionTest) -> bool:
     return len(tasks) >= FEW and _hash(f"hidden {task.id}") < test.hidden * 2**32
+
+
+def _chooses(task: Task, test: PromotionTest) -> bool:
+    return _hash(f"choosing {task.id}") < test.choosing * 2**32
 
 
 def _hash(text: str) -> int:

@@ -104,6 +104,11 @@ def _training_events(folder: Path, validated: Validated) -> Iterator[TuningEvent
             yield _step_event(event, validated)
         elif event["event"] == "evaluation":
             yield _evaluation_event(event, validated)
+        elif event["event"] == "version":
+            message = f"Checkpoint created at step {event['step']}: {event['version']}"
+            yield TuningEvent(time, f"version {event['step']}", message)
+        elif event["event"] == "warning":
+            yield TuningEvent(time, f"warning {event['message']}", event["message"], "warn")
 
 
 def _start_event(event: dict[str, Any], after_resume: bool) -> TuningEvent:

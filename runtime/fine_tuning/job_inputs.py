@@ -55,6 +55,7 @@ from cray_agents.training_jobs import (
     JobSpec,
     MethodName,
     Preference,
+    PublishEvery,
     usual_learning_rate,
 )
 
@@ -131,6 +132,11 @@ class Preparer:
                 preference=Preference(beta=_auto_or(request.beta, BETA)) if pairs else Preference(),
             ),
             code=self.code,
+            publish_every=(
+                None
+                if request.publish_every == "auto"
+                else PublishEvery(name=request.name, steps=request.publish_every)
+            ),
             evaluate_every=math.ceil(n / batch_size) if len(files) > 1 else None,
         )
         return Validated(

@@ -34,6 +34,7 @@ ADDED = {"job", "paused", "scheduler", "scheduler_job_id", "slurm_job_id"}
 class TuningRequest(Record):
     """A requested fine-tuning job. Its result is registered under `name`.
 
+    `publish_every` steps of training its weights become a version of `name`; "auto": never.
     `model` is the version `name@N` that the client's model meant at that time, and `parent` its
     checkpoint. The parent's hashes and `dtype` are those of the JobSpec. `microbatch` counts the
     tokens of its micro-batches, unless a sample has more.
@@ -52,6 +53,7 @@ class TuningRequest(Record):
     n_epochs: int | Auto = "auto"
     batch_size: int | Auto = "auto"
     learning_rate_multiplier: float | Auto = "auto"
+    publish_every: int | Auto = "auto"
     beta: float | Auto = "auto"
     seed: int = 0
     metadata: dict[str, str] = Field(default_factory=dict)
@@ -135,7 +137,7 @@ class TuningFolder:
         if durable.create_file(self._path(request.id, ".json"), text):
             return request
         first = self.read_request(request.id)
-        for name in ("name", "metadata"):
+        for name in ("name", "metadata", "publish_every"):
             before, now = getattr(first, name), getattr(request, name)
             if before != now:
                 raise BadInput(
@@ -197,10 +199,12 @@ class TuningFolder:
 FILE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 LONGEST_NAME = 64  # of a suffix
 MOST_EPOCHS, MOST_BATCH, MOST_RATE, MOST_BETA, MOST_SEED = 50, 4096, 1000.0, 10.0, 2**31 - 1
+MOST_STEPS = 2**31 - 1
 LIMITS: dict[str, tuple[type[int | float], float]] = {
     "n_epochs": (int, MOST_EPOCHS),
     "batch_size": (int, MOST_BATCH),
     "learning_rate_multiplier": (float, MOST_RATE),
+    "publish_every": (int, MOST_STEPS),
 }
 KINDS: dict[Kind, dict[str, tuple[type[int | float], float]]] = {
     "supervised": LIMITS,

@@ -89,6 +89,33 @@ def test_from_a_file_to_a_model_that_answers(site: Site) -> None:
     assert (answer.model, answer.choices[0].message.content) == ("m@1", "432")  # still served
 
 
+def test_versions_while_it_trains_are_checkpoints_that_answer(site: Site) -> None:
+    job = site.submitted(suffix="sums", hyperparameters={"n_epochs": 5, "publish_every": 2})
+    assert job.method.supervised.hyperparameters.publish_every == 2
+    training = job.metadata["job"]
+    site.trainer.advance(training, 3)
+    (first,) = site.client.fine_tuning.jobs.checkpoints.list(job.id)
+    assert (first.fine_tuned_model_checkpoint, first.step_number) == ("sums@1", 2)
+    assert (first.metrics.train_loss, first.metrics.valid_loss) == (1.75, None)
+    says: Any = [{"role": "user", "content": "47 + 385?"}]
+    answer = site.client.chat.completions.create(model="sums@1", messages=says)
+    assert (answer.model, site.retrieve(job.id).status) == ("sums@1", "running")
+
+    site.trainer.advance(training)
+    assert site.retrieve(job.id).fine_tuned_model == "sums@3"
+    page = site.client.fine_tuning.jobs.checkpoints.list(job.id, limit=1)
+    found = [(one.step_number, one.fine_tuned_model_checkpoint) for one in page]
+    assert found == [(5, "sums@3"), (4, "sums@2"), (2, "sums@1")]
+    told = [event.message for event in site.client.fine_tuning.jobs.list_events(job.id)]
+    assert "Checkpoint created at step 2: sums@1" in told
+
+    for wrong in (0, 1.5, "often"):
+        with pytest.raises(openai.BadRequestError, match="publish_every must be 'auto' or a whole"):
+            site.create(suffix="sums", hyperparameters={"publish_every": wrong})
+    with pytest.raises(openai.BadRequestError, match="another publish_every: 2, not 'auto'"):
+        site.create(suffix="sums", hyperparameters={"n_epochs": 5})
+
+
 def test_a_rate_of_nothing_is_a_rate(site: Site) -> None:
     job = site.submitted(hyperparameters={"learning_rate_multiplier": 0, "n_epochs": 1})
     assert job.method.supervised.hyperparameters.learning_rate_multiplier == 0

@@ -18,6 +18,7 @@ from cray_agents.paths import Home
 from cray_agents.records import Manifest, ProbePrompt
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.registry import checkpoints
+from cray_agents.runtime.registry.registry import Registry
 from cray_agents.trainers.job.job_state import read_status
 from cray_agents.trainers.job.journal import CommandJournal, JobJournal
 from cray_agents.trainers.models.architecture import with_learning_rate
@@ -197,6 +198,15 @@ class ScriptedTrainer:
         journal.event("started", attempt=journal.claim_attempt(), from_step=done, left_out=0)
         for step in range(done + 1, until + 1):
             journal.event("step", **self._step(step, steps))
+            every = spec.publish_every
+            if every is not None and step < steps and step % every.steps == 0:
+                name = f"{spec.id}-{step}"
+                self._publish(spec, name)
+                manifest = checkpoints.read_manifest(self.home.checkpoint(name))
+                version = Registry(self.home).register(every.name, name, manifest)
+                loss = self._step(step, steps)["loss"]
+                about = {"version": version.id, "checkpoint": name, "step": step, "loss": loss}
+                journal.event("version", **about)
         journal.close()
         if until >= steps:
             error = self._failure(spec)

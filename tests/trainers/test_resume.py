@@ -68,8 +68,8 @@ def sail(spec: JobSpec, course: Course, rank: int, store: Any, stop: Any) -> int
         begun = time.monotonic()
         if training.done % 2 == 0:
             saver.save({"losses": losses})
-        if course.polls_late and saver._flight is not None:
-            saver._flight.result()
+        if course.polls_late and saver._files._flight is not None:
+            saver._files._flight.result()
             written = time.monotonic() - begun
             time.sleep(0.1)
             saver.poll()

@@ -6,12 +6,13 @@ it (`plan_export`). Of adapters over a checkpoint of this root only they are wri
 (peft_adapter.py), else the weights with the adapters merged in. Rank 0 adds the parent's config,
 tokenizer and chat template, the golden probe and all hashes, and renames the folder into place.
 Weights keep the parent's stored types, and the probe scores the weights as stored, or adapters
-beside theirs (see RankTraining.as_stored). Called by job/rank.py. Read next: weight_files.py.
+beside theirs (see RankTraining.as_stored). Called by job/rank.py, and while training goes on by
+job/job_versions.py. Read next: weight_files.py.
 """
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
@@ -27,7 +28,7 @@ from cray_agents.runtime.registry import checkpoints, foreign_model
 from cray_agents.runtime.registry.checkpoints import DELTA
 from cray_agents.runtime.registry.deltas import Parent
 from cray_agents.runtime.registry.foreign_model import CONFIG, TIED, changed_settings, read_config
-from cray_agents.trainers.checkpointing.peft_adapter import write_adapter
+from cray_agents.trainers.checkpointing.peft_adapter import stage_adapter
 from cray_agents.trainers.checkpointing.weight_files import (
     LARGEST_SHARE,
     DeltaFile,
@@ -101,6 +102,13 @@ def export(
     more than half the space of the full files, which are then written instead. With `job` replicas
     may receive the weights meanwhile: see WeightSender.keep.
     """
+    with _file_plan(training, share) as plan:
+        return _export(training, folder, file_bytes, plan, changes=changes, job=job)
+
+
+@contextmanager
+def _file_plan(training: RankTraining, share: int) -> Iterator[FilePlan]:
+    """Divide what is written of the weights among the ranks, with adapters merged in."""
     with without_adapters(training.chunks) as around:
 
         def written(weight: torch.Tensor) -> torch.Tensor:
@@ -108,8 +116,25 @@ def export(
             return weight.detach() if adapter is None else merged_weight(adapter)
 
         chunks, model, source = training.chunks, training.model, training.source
-        plan = plan_files(chunks, model, source, in_file_order, share, written)
-        return _export(training, folder, file_bytes, plan, changes=changes, job=job)
+        yield plan_files(chunks, model, source, in_file_order, share, written)
+
+
+def _files_of(plan: FilePlan, file_bytes: int) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Return this rank's files, and those of all ranks: name -> its tensors. Collective."""
+    each = [json.loads(names) for names in gather_from_ranks(json.dumps(plan.mine).encode())]
+    groups = [cut(names, plan.sizes, file_bytes) for names in each]
+    files = name_files(list(chain.from_iterable(groups)))
+    rank = torch.distributed.get_rank()
+    first = sum(map(len, groups[:rank]))
+    return dict(islice(files.items(), first, first + len(groups[rank]))), files
+
+
+def _write_index(folder: Path, files: Mapping[str, Sequence[str]], sizes: dict[str, int]) -> None:
+    """Write on rank 0 which tensor is in which file, where there are several."""
+    if is_rank0() and len(files) > 1:
+        file_of = {tensor: name for name, tensors in files.items() for tensor in tensors}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
+        durable.replace_file(folder / _INDEX, json.dumps(index, indent=1).encode())
 
 
 def _export(
@@ -122,12 +147,7 @@ def _export(
     job: str,
 ) -> tuple[dict[str, str], dict[str, str]]:
     shapes, dtypes, sizes = plan.shapes, plan.dtypes, plan.sizes
-    each = [json.loads(names) for names in gather_from_ranks(json.dumps(plan.mine).encode())]
-    groups = [cut(names, sizes, file_bytes) for names in each]
-    files = name_files(list(chain.from_iterable(groups)))
-    rank = torch.distributed.get_rank()
-    first = sum(map(len, groups[:rank]))
-    own = dict(islice(files.items(), first, first + len(groups[rank])))
+    own, files = _files_of(plan, file_bytes)
     hashes: dict[str, str] = {}
     packed: dict[str, str] = {}
 
@@ -147,19 +167,13 @@ def _export(
         changes = packed_size <= LARGEST_SHARE * sum(sizes.values())
     if not changes:
         packed = {}
-        if rank == 0:
+        if is_rank0():
             shutil.rmtree(folder / DELTA, ignore_errors=True)
         hashes = write_together(
             "the checkpoint", lambda: write_files(folder, own, shapes, dtypes, tensors())
         )
 
-    def write_index() -> None:
-        if rank == 0 and len(files) > 1:
-            file_of = {tensor: name for name, tensors in files.items() for tensor in tensors}
-            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
-            durable.replace_file(folder / _INDEX, json.dumps(index, indent=1).encode())
-
-    write_together("the checkpoint", write_index)
+    write_together("the checkpoint", lambda: _write_index(folder, files, sizes))
     written = [json.loads(one) for one in gather_from_ranks(json.dumps([hashes, packed]).encode())]
     full = {file: sha256 for one, _ in written for file, sha256 in one.items()}
     return full, {file: sha256 for _, one in written for file, sha256 in one.items()}
@@ -256,6 +270,10 @@ def published_base(training: RankTraining, home: Home) -> Path | None:
     return base if kept else None
 
 
+#: Called with what writes a rank's files, and what publishes them: see `publish`.
+Aside = Callable[[Callable[[], dict[str, str]], Callable[[dict[str, str]], str]], None]
+
+
 def publish(
     training: RankTraining,
     spec: JobSpec,
@@ -267,6 +285,7 @@ def publish(
     final: Path,
     *,
     share: int = SHARE_BYTES,
+    aside: Aside | None = None,
 ) -> None:
     """Export, probe and publish as `final`, unless that exists. Collective.
 
@@ -274,22 +293,30 @@ def publish(
     checkpoint, where the parent is one of this root.
     Weights, adapters and optimizer stay as they are: training may go on. Raises StoreError on every
     rank if one of them cannot write.
+
+    With `aside` nothing is written yet, but copied to host memory, whole. `aside` gets a function
+    that writes this rank's files and returns their hashes, and one that publishes on rank 0 with
+    those of all ranks. Both raise OSError, and neither is collective.
     """
-    main = torch.distributed.get_rank() == 0
-    if training.sender is not None:
-        training.sender.begin()
+    main, sender = is_rank0(), training.sender if aside is None else None
+    if sender is not None:
+        sender.begin()
 
     def make_draft() -> None:
         if main:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
 
-    write_together("the checkpoint", make_draft)
+    if aside is None:
+        write_together("the checkpoint", make_draft)
     over, base = training.base, published_base(training, home)
     below = checkpoints.base_of(training.parent)
+    write_adapter: Callable[[], None] | None = None
     if (lora := training.hyper.lora) is not None and (base is not None or below is None):
         place, name = draft / checkpoints.ADAPTER, spec.parent if over is None else over.path
-        write_adapter(training.chunks, training.model, lora, name, place)
+        write_adapter = stage_adapter(training.chunks, training.model, lora, name, place)
+        if aside is None:
+            write_together("the checkpoint", write_adapter)
     ours = training.parent.resolve().parent == final.parent.resolve() and below is None
     config = config_of(training.parent, training.model)
     # a parent that was dequantised has no such tensors
@@ -298,17 +325,22 @@ def publish(
     job = spec.id if training.hyper.lora is None else ""  # replicas load adapters from files
     hashes: dict[str, str] = {}
     packed: dict[str, str] = {}
+    write_weights: Callable[[], dict[str, str]] | None = None
     with training.as_stored(merged=base is None):
-        if base is None:
+        if base is None and aside is not None:
+            write_weights = _stage_weights(training, draft)
+        elif base is None:
             hashes, packed = export(training, draft, FILE_BYTES, share, changes=changes, job=job)
         scores, tops = training.score_with_top(Samples.of(prompts), temperature=1.0)
 
-    def finish() -> str:
+    source, tied = training.parent, training.model.tied  # training may have gone on
+
+    def finish(hashes: dict[str, str]) -> str:
         own = config if base is None else None  # what the adapter is over stays as it is stored
-        copy_settings(training.parent, draft, tied=training.model.tied, config=own)
+        copy_settings(source, draft, tied=tied, config=own)
         files = checkpoints.hash_files(draft, hashes)
         files = {name: files[name] for name in files if not name.startswith(f"{DELTA}/")}
-        parent, sha256 = training.parent.name, spec.parent_sha256
+        parent, sha256 = source.name, spec.parent_sha256
         delta = DeltaOf(parent=parent, parent_weights_sha256=sha256, files=packed)
         manifest = Manifest(
             version=2,
@@ -336,9 +368,32 @@ def publish(
             shutil.rmtree(draft)
         return manifest.weights_sha256
 
-    sha256 = write_together("the checkpoint", finish if main else lambda: "")
-    if training.sender is not None and base is None:
-        training.sender.offer(broadcast_from_rank0(sha256))
+    def write() -> dict[str, str]:
+        draft.mkdir(parents=True, exist_ok=True)
+        if write_adapter is not None:
+            write_adapter()
+        return {} if write_weights is None else write_weights()
+
+    if aside is not None:
+        aside(write, finish)
+        return
+    sha256 = write_together("the checkpoint", lambda: finish(hashes) if main else "")
+    if sender is not None and base is None:
+        sender.offer(broadcast_from_rank0(sha256))
+
+
+def _stage_weights(training: RankTraining, folder: Path) -> Callable[[], dict[str, str]]:
+    """Copy this rank's share of the weights; return what writes it into a folder. Collective."""
+    with _file_plan(training, SHARE_BYTES) as plan:
+        own, files = _files_of(plan, FILE_BYTES)
+        types, shapes, sizes = plan.dtypes, plan.shapes, plan.sizes
+        kept = [(name, one.to("cpu", types[name], copy=True)) for name, one in plan.tensors()]
+
+    def write() -> dict[str, str]:
+        _write_index(folder, files, sizes)
+        return write_files(folder, own, shapes, types, iter(kept))
+
+    return write
 
 
 PROBE_PROMPTS = 8

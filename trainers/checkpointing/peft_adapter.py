@@ -1,10 +1,11 @@
 """PEFT adapter: write LoRA adapters in PEFT's layout, for PEFT and vLLM to load.
 
-hf_export.py calls `write_adapter`. In Megatron q, k and v (gate and up) share one A; PEFT gets a
+hf_export.py calls `stage_adapter`. In Megatron q, k and v (gate and up) share one A; PEFT gets a
 copy for each. Read next: models/lora.py, whose `load_adapters` reads them.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,20 @@ from cray_agents.training_jobs import Lora
 def write_adapter(
     chunks: list[Any], model: Architecture, lora: Lora, parent: str, folder: Path
 ) -> None:
-    """Write this model's adapters into a new folder. Collective; rank 0 gathers and writes.
+    """Write this model's adapters into a new folder. Collective; rank 0 writes. Raises StoreError.
 
-    `parent` is the path of the weights below, for the next job and PEFT's users. Raises StoreError.
+    See `stage_adapter`.
+    """
+    write_together("the checkpoint", stage_adapter(chunks, model, lora, parent, folder))
+
+
+def stage_adapter(
+    chunks: list[Any], model: Architecture, lora: Lora, parent: str, folder: Path
+) -> Callable[[], None]:
+    """Gather this model's adapters on rank 0; return what writes them there. Collective.
+
+    `parent` is the path of the weights below, for the next job and PEFT's users. The writer raises
+    OSError.
     """
     from megatron.core import parallel_state as ps
 
@@ -40,15 +52,16 @@ def write_adapter(
         mine = {}  # another rank of this pipeline stage has the same
     stages = gather_from_ranks(save(mine))
 
+    tensors = {name: tensor for stage in stages for name, tensor in load(stage).items()}
+    config = config_of_adapters(chunks, tensors, lora, parent) if is_rank0() else {}
+
     def write() -> None:
         if is_rank0():
-            tensors = {name: tensor for stage in stages for name, tensor in load(stage).items()}
-            config = config_of_adapters(chunks, tensors, lora, parent)
             folder.mkdir()
             durable.write_file(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
             durable.write_file(folder / CONFIG, json.dumps(config, indent=1).encode())
 
-    write_together("the checkpoint", write)
+    return write
 
 
 @torch.no_grad()

@@ -18,7 +18,8 @@ thread checks once more that its attempt may publish, then seals and renames:
 One point is in flight at a time: the next `save` waits for it. Through the ranks' store every rank
 learns how a point ended, so that a full disk of one rank is the same error on all. A thread, unlike
 a forked process, does not copy gloo's or NCCL's threads, and hashing and writing release Python's
-lock. Read next: state.py for the saved state, resume.py for loading.
+lock. `BackgroundFiles` has the thread, also for the versions of job/job_versions.py. Read next:
+state.py for the saved state, resume.py for loading.
 """
 
 import hashlib
@@ -64,10 +65,115 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-#: Errors that a point can end with, by their names in the ranks' store.
+#: Errors that background files can end with, by their names in the ranks' store.
 _ERRORS: dict[str, type[CrayError]] = {
     kind.__name__: kind for kind in (DiskFull, StoreError, JobError)
 }
+
+
+@dataclass(frozen=True)
+class BackgroundEnd:
+    """The end of background files: published, superseded, or a problem of a kind in `_ERRORS`."""
+
+    published: bool = False
+    seconds: float = 0.0  # from the start to the publication
+    problem: str = ""
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class FileSet:
+    """Files to write together. `what` they are is for the text of a problem.
+
+    `write` writes this rank's files into `draft` and returns their hashes. Rank 0 calls `publish`
+    with those of all ranks; it returns False if it was superseded.
+    """
+
+    what: str
+    draft: Path
+    write: Callable[[], dict[str, str]]
+    publish: Callable[[dict[str, str]], bool]
+
+
+class BackgroundFiles:
+    """Files that every rank writes in a thread, while training goes on, and rank 0 publishes.
+
+    All ranks call the same methods in the same order. One set is in flight at a time. `key` is new
+    in the ranks' store, which a session's jobs share. What cannot be written leaves nothing behind.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key, self._tries = key, 0
+        self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        store: Any = distributed_c10d._get_default_store()
+        self._store = store.clone()  # a connection of its own, so that the thread may wait on it
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="background-files")
+        self._flight: Future[BackgroundEnd] | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        """True until `settle` has told the end of the files."""
+        return self._flight is not None
+
+    @property
+    def done(self) -> bool:
+        """True if `settle` would not wait. Ranks may differ."""
+        return self._flight is not None and self._flight.done()
+
+    def start(self, files: FileSet, begun: float) -> None:
+        """Start to write files. `begun`: monotonic seconds."""
+        assert self._flight is None, "one set of files at a time"
+        self._tries += 1
+        self._flight = self._thread.submit(self._run, files, begun, f"{self._key}/{self._tries}")
+
+    def settle(self) -> BackgroundEnd | None:
+        """Wait for the files in flight; return their end, the same on every rank. None: no files"""
+        flight, self._flight = self._flight, None
+        return None if flight is None else flight.result()
+
+    def close(self) -> None:
+        """Let the thread end. Files in flight are still published."""
+        self._thread.shutdown(wait=False)
+
+    # ---- on the writing thread
+    def _run(self, files: FileSet, begun: float, key: str) -> BackgroundEnd:
+        hashes, end = {}, BackgroundEnd()
+        try:
+            hashes = files.write()
+        except OSError as error:
+            end = _failed(files, error)
+        self._store.set(f"{key}/{self._rank}", json.dumps([hashes, vars(end)]))
+        if self._rank > 0:
+            return BackgroundEnd(**self._await(f"{key}/end"))
+        written = [self._await(f"{key}/{rank}") for rank in range(self._world)]
+        end = next((BackgroundEnd(**each) for _, each in written if each["problem"]), end)
+        if not end.problem:
+            every = {name: sha256 for each, _ in written for name, sha256 in each.items()}
+            try:
+                published = files.publish(every)
+                end = BackgroundEnd(published, time.monotonic() - begun)
+            except (OSError, CrayError) as error:
+                end = _failed(files, error)
+        if end.problem:
+            shutil.rmtree(files.draft, ignore_errors=True)
+        self._store.set(f"{key}/end", json.dumps(vars(end)))
+        return end
+
+    def _await(self, key: str) -> Any:
+        """Return a value that a rank sets in the store."""
+        self._store.wait([key], FOR_EVER)
+        return json.loads(self._store.get(key))
+
+
+def _failed(files: FileSet, error: OSError | CrayError) -> BackgroundEnd:
+    if isinstance(error, CrayError):
+        return BackgroundEnd(problem=str(error), kind=JobError.__name__)
+    kind = DiskFull if error.errno in FULL else StoreError
+    problem = (
+        f"{files.what} could not be written: {error}; the one before it stays. Make room in"
+        f" {files.draft.parent}"
+    )
+    return BackgroundEnd(problem=problem, kind=kind.__name__)
 
 
 def _report_nothing(step: int, seconds: float) -> None: ...
@@ -93,16 +199,11 @@ class Saver:
     ) -> None:
         self._training, self._folder, self._attempt, self._keep = training, folder, attempt, keep
         self._may_publish, self._report = may_publish, report
-        self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        store: Any = distributed_c10d._get_default_store()
-        self._store = store.clone()  # a connection of its own, so that the thread may wait on it
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="resume-point")
+        self._rank = torch.distributed.get_rank()
         self._owned: list[OwnedRange] = []
         self._buffer = torch.empty(len(NUMBERS), 0)
-        self._flight: Future[_Ended] | None = None
-        self._step, self._tries = -1, 0
-        job = folder.parent.name  # a session's jobs share the store
-        self._key = f"resume-point/{job}/{attempt}"
+        self._step = -1
+        self._files = BackgroundFiles(f"resume-point/{folder.parent.name}/{attempt}")
         self._problem: CrayError | None = None  # of the last point
 
     def save(self, common: dict[str, Any]) -> None:
@@ -115,10 +216,18 @@ class Saver:
             return
         self._step, started, self._problem = self._training.done, time.monotonic(), None
         index = self._stage()
-        point = {"version": VERSION, "step": self._step, "common": common}
-        self._tries += 1
-        key = f"{self._key}/{self._tries}"
-        self._flight = self._thread.submit(self._write, self._step, index, point, started, key)
+        point = canonical({"version": VERSION, "step": self._step, "common": common})
+        target = self._folder / folder_name(self._step)
+        draft = self._folder / f".{target.name}.{self._attempt}"
+
+        def publish(seal: dict[str, str]) -> bool:
+            published = self._publish(draft, target, seal, point)
+            keep_newest(self._folder, self._keep)
+            return published
+
+        what = f"the resume point of step {self._step}"
+        files = FileSet(what, draft, lambda: self._write_rank(draft, index), publish)
+        self._files.start(files, started)
 
     def keep(self, common: dict[str, Any]) -> None:
         """Write the current state, and return when it is published. Collective.
@@ -127,7 +236,7 @@ class Saver:
         is left as it is. `finish` comes first. Raises StoreError on every rank, with nothing left
         behind.
         """
-        assert self._flight is None, "the buffer is in use"
+        assert not self._files.in_flight, "the buffer is in use"
         number, index = self._training.done, self._stage()
         target = kept_state(self._folder, number)
         draft = target.with_name(f".{target.name}.{self._attempt}")
@@ -150,7 +259,7 @@ class Saver:
 
     def poll(self) -> None:
         """Report the end of the point in flight, if it has ended. Called every step."""
-        if self._flight is not None and self._flight.done():
+        if self._files.done:
             self._settle()
 
     def finish(self) -> None:
@@ -163,19 +272,18 @@ class Saver:
         problem, self._problem = self._problem, None
         if problem is not None:
             raise problem
-        if self._world > 1:
+        if torch.distributed.get_world_size() > 1:
             torch.distributed.barrier()
 
     def close(self) -> None:
         """Let the writing thread end. A point in flight is still published."""
-        self._thread.shutdown(wait=False)
+        self._files.close()
 
     # ---- on the training thread
     def _settle(self) -> None:
-        flight, self._flight = self._flight, None
-        if flight is None:
+        step, end = self._step, self._files.settle()
+        if end is None:
             return
-        step, end = self._step, flight.result()
         if end.problem:
             self._problem, self._step = _ERRORS[end.kind](end.problem), -1
             if self._rank == 0:
@@ -208,50 +316,6 @@ class Saver:
         return canonical({"adam_steps": adam_steps(self._training), "pieces": pieces})
 
     # ---- on the writing thread
-    def _write(
-        self, step: int, index: bytes, point: dict[str, Any], started: float, key: str
-    ) -> "_Ended":
-        """Write this rank's files; rank 0 then publishes. Return how it ended, on every rank."""
-        draft = self._folder / f".{folder_name(step)}.{self._attempt}"
-        hashes, end = {}, _Ended()
-        try:
-            hashes = self._write_rank(draft, index)
-        except OSError as error:
-            end = self._failed(step, error)
-        self._store.set(f"{key}/{self._rank}", json.dumps([hashes, vars(end)]))
-        if self._rank > 0:
-            return _Ended(**self._await(f"{key}/end"))
-        written = [self._await(f"{key}/{rank}") for rank in range(self._world)]
-        end = next((_Ended(**each) for _, each in written if each["problem"]), end)
-        if not end.problem:
-            seal = {name: sha256 for each, _ in written for name, sha256 in each.items()}
-            target = self._folder / folder_name(step)
-            try:
-                published = self._publish(draft, target, seal, canonical(point))
-                keep_newest(self._folder, self._keep)
-                end = _Ended(published, time.monotonic() - started)
-            except (OSError, JobError) as error:
-                end = self._failed(step, error)
-        if end.problem:
-            shutil.rmtree(draft, ignore_errors=True)
-        self._store.set(f"{key}/end", json.dumps(vars(end)))
-        return end
-
-    def _await(self, key: str) -> Any:
-        """Return a value that a rank sets in the store."""
-        self._store.wait([key], FOR_EVER)
-        return json.loads(self._store.get(key))
-
-    def _failed(self, step: int, error: OSError | JobError) -> "_Ended":
-        if isinstance(error, JobError):
-            return _Ended(problem=str(error), kind=JobError.__name__)
-        kind = DiskFull if error.errno in FULL else StoreError
-        problem = (
-            f"the resume point of step {step} could not be written: {error}; the one before it"
-            f" stays. Make room in {self._folder}"
-        )
-        return _Ended(problem=problem, kind=kind.__name__)
-
     def _write_rank(self, draft: Path, index: bytes) -> dict[str, str]:
         """Write the buffer and its index; return the hash of each file."""
         draft.mkdir(parents=True, exist_ok=True)
@@ -270,16 +334,6 @@ class Saver:
             shutil.rmtree(draft, ignore_errors=True)
             return False
         return True
-
-
-@dataclass(frozen=True)
-class _Ended:
-    """The end of a point: published, superseded, or a problem of a kind in `_ERRORS`."""
-
-    published: bool = False
-    seconds: float = 0.0  # from `save` to the publication
-    problem: str = ""
-    kind: str = ""
 
 
 def _describe(owned: OwnedRange) -> dict[str, Any]:

@@ -51,7 +51,7 @@ from cray_agents.trainers.job.journal import (
 )
 from cray_agents.trainers.job.launch import EX_TEMPFAIL
 from cray_agents.trainers.job.session_journal import SessionJournal, sessions
-from cray_agents.training_jobs import JobSpec, JobState, JobStatus
+from cray_agents.training_jobs import JobSpec, JobState, JobStatus, versions_in
 
 SIGNALLED = 128  # and the signal's number: the exit code of a process that a signal ended
 EVERY = 5.0  # seconds between two rounds
@@ -232,6 +232,7 @@ def describe(journal: JobJournal, spec: JobSpec, state: JobState) -> JobStatus:
         taken_up=journal.taken_up,
         layers=journal.layers,
         warnings=journal.warnings,
+        versions=versions_in(events),
         offered=state == "running" and bool(find_offers(journal.home.sessions, spec.id)),
         **_disagreement(events),
     )
@@ -250,7 +251,7 @@ def session_of(journal: JobJournal, last: Handover) -> dict[str, Any]:
     """Return the fields of a JobStatus that only a job's events and handover have."""
     taken_up = journal.taken_up if last.session else None
     fields = {"session": last.session, "taken_up": taken_up, "layers": journal.layers}
-    return {**fields, "warnings": journal.warnings}
+    return {**fields, "warnings": journal.warnings, "versions": journal.versions}
 
 
 def newest_measures(journal: JobJournal) -> dict[str, Any]:

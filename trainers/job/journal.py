@@ -50,6 +50,7 @@ The training process and the trainers that watch it share this module. Events ar
                 waited for the sum of gradients), memory_gib, and the method's measures, by name
     evaluation  step, loss, tokens, and the method's measures, on the validation split
     saved       step, seconds: a resume point, at its publication
+    version     version, checkpoint, step, loss, validation_loss, seconds: see JobVersion
     failed      message                          succeeded   checkpoint
     verdict     attempt, cause, node, message, done: why an attempt ended, and what followed
                 (failure.py)
@@ -76,7 +77,7 @@ from cray_agents.records import LogprobDistance, Record, canonical
 from cray_agents.runtime.disk import checksums, durable, journal
 from cray_agents.runtime.disk.durable import resume_points
 from cray_agents.training_commands import COMMAND, CommandResult, End, TrainingCommand
-from cray_agents.training_jobs import JobSpec, JobStatus, TakenUp
+from cray_agents.training_jobs import JobSpec, JobStatus, JobVersion, TakenUp, versions_in
 
 TAIL_BYTES = 8192
 JOB_FORMAT = 1  # of a job's folder
@@ -329,6 +330,11 @@ class JobJournal:
         """The losses so far, each sentence once."""
         messages = (e["message"] for e in self.events() if e["event"] == "warning")
         return list(dict.fromkeys(messages))
+
+    @property
+    def versions(self) -> list[JobVersion]:
+        """The versions that the job published while it trained, the oldest first."""
+        return versions_in(self.events())
 
     @property
     def layers(self) -> str:

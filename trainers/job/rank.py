@@ -36,6 +36,7 @@ from cray_agents.trainers.job.command_run import run_commands
 from cray_agents.trainers.job.failures.health_gate import check_ranks
 from cray_agents.trainers.job.failures.rank_monitor import node_name
 from cray_agents.trainers.job.job_inputs import JobInputs, choose_start
+from cray_agents.trainers.job.job_versions import JobVersions
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
 from cray_agents.trainers.job.weights_check import FailedEverywhere, check_parent, check_start
 from cray_agents.trainers.models.lora import AdapterBase
@@ -232,7 +233,8 @@ def execute(
             agreement, scored = compare_with_engine(training, work)
             baseline, validation = score_baselines(training, work, scored, others=others)
         totals = restore(training, work)
-        finished = train(training, work, baseline, validation, totals)
+        versions = JobVersions(training, work, agreement)
+        finished = train(training, work, baseline, validation, totals, versions)
         if finished and may_publish(work):
             training.finish()
             with hf_export.draft_of(home, spec.id, work.attempt) as draft:
@@ -332,8 +334,9 @@ def train(
     baseline: BaselineLogprobs,
     validation: BaselineLogprobs | None,
     totals: JobTotals,
+    versions: JobVersions,
 ) -> bool:
-    """Train to the last step, saving on the way; return False if stopped or paused before it."""
+    """Train to the last step, saving and publishing on the way; return False if stopped before."""
     spec, steps = work.spec, work.spec.hyperparameters.steps
     saver = Saver(
         training,
@@ -356,6 +359,7 @@ def train(
                 if validation is not None and to_evaluate():
                     evaluate(training, work, validation, totals)
                 else:
+                    versions.publish_if_due(totals.summary)
                     stopped = step(training, work, baseline, totals)
             except Stopped:
                 stopped = True
@@ -366,8 +370,10 @@ def train(
                 saver.save(totals.state())
             saver.poll()
         finish_saving(training, saver, totals)
+        versions.settle()
     finally:
         saver.close()
+        versions.close()
     return training.done == steps and not to_evaluate()
 
 

@@ -27,7 +27,7 @@ from starlette.responses import Response
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Record, digest
-from cray_agents.runtime.disk import paging
+from cray_agents.runtime.disk import journal, paging
 from cray_agents.runtime.disk.checksums import list_whole
 from cray_agents.runtime.fine_tuning.job_events import events
 from cray_agents.runtime.fine_tuning.job_records import CreateJob, resolve_request
@@ -39,6 +39,7 @@ from cray_agents.runtime.gateway.http.error_envelope import without_paths
 from cray_agents.runtime.gateway.http.fields import After, Limit, ListPage, named
 from cray_agents.runtime.gateway.http.routing import Router
 from cray_agents.runtime.gateway.services import Current, Services
+from cray_agents.training_jobs import JobVersion, versions_in
 
 METADATA = re.compile(r"metadata\[(.{1,64})\]")
 ACTION_FAILS = "404 not_found, 400 job_ended, 400 job_not_started, 400 job_not_paused"
@@ -79,7 +80,7 @@ class FineTuningEvent(Record):
 
 
 class FineTuningCheckpoint(Record):
-    """The weights that a fine-tuning job ended with."""
+    """Weights that a fine-tuning job published: while it trained, or at its end."""
 
     id: str
     object: Literal["fine_tuning.job.checkpoint"]
@@ -201,12 +202,13 @@ async def list_fine_tuning_events(
 async def list_fine_tuning_checkpoints(
     services: Current, fine_tuning_job_id: TuningId, after: After = None, limit: Limit = 20
 ) -> Response:
-    """List the weights that a fine-tuning job ended with.
+    """List the versions that a fine-tuning job published, the newest first.
 
-    Its earlier checkpoints are resume points, and are not listed.
+    A job that was created with the hyperparameter `publish_every` publishes one after so many
+    steps, and each job one at its end. Each is a model of its own, `fine_tuned_model_checkpoint`.
     """
     state = await asyncio.to_thread(services.fine_tuning.look, fine_tuning_job_id)
-    rows = _checkpoints(state)
+    rows = await asyncio.to_thread(_checkpoints, services, state)
     return json_response(page(*paging.after(rows, _id_of, after, limit, "checkpoint")))
 
 
@@ -249,6 +251,8 @@ def _render(state: JobState) -> dict[str, Any]:
             validated.learning_rate_multiplier if validated else spec.learning_rate_multiplier
         ),
     }
+    if spec.publish_every != "auto":
+        hyperparameters["publish_every"] = spec.publish_every
     if spec.method == "dpo":
         beta = validated.spec.hyperparameters.preference.beta if validated else spec.beta
         hyperparameters["beta"] = beta
@@ -300,25 +304,34 @@ def _estimate(state: JobState) -> int | None:
     return int(time.time() + (job.steps - job.step) * job.seconds / job.step)
 
 
-def _checkpoints(state: JobState) -> list[dict[str, Any]]:
-    """Return the final checkpoint: no engine serves the resume points before it."""
-    ended = state.ended
-    if ended is None or ended.model is None:
-        return []
-    metrics = {"step": ended.step, "train_loss": ended.loss}
-    if ended.valid_loss is not None:
-        metrics |= {"valid_loss": ended.valid_loss, "full_valid_loss": ended.valid_loss}
-    return [
-        {
-            "id": f"ftckpt-{digest([state.request.id, ended.step], 24)}",
-            "object": "fine_tuning.job.checkpoint",
-            "created_at": int(ended.time),
-            "fine_tuning_job_id": state.request.id,
-            "fine_tuned_model_checkpoint": ended.model,
-            "step_number": ended.step,
-            "metrics": metrics,
-        }
-    ]
+def _checkpoints(services: Services, state: JobState) -> list[dict[str, Any]]:
+    """Return the versions of a job, the newest first. Resume points are none: none serves them."""
+    ended, versions = state.ended, list[JobVersion]()
+    if state.validated is not None:
+        folder = services.home.job(state.validated.spec.id)
+        versions = versions_in(journal.read(folder / "events.jsonl"))
+    if ended is not None and ended.model is not None:
+        about = {"step": ended.step, "loss": ended.loss, "validation_loss": ended.valid_loss}
+        versions.append(JobVersion(version=ended.model, checkpoint="", time=ended.time, **about))
+    return [_checkpoint(state.request.id, version) for version in reversed(versions)]
+
+
+def _checkpoint(job_id: str, version: JobVersion) -> dict[str, Any]:
+    metrics, valid_loss = (
+        {"step": version.step, "train_loss": version.loss},
+        version.validation_loss,
+    )
+    if valid_loss is not None:
+        metrics |= {"valid_loss": valid_loss, "full_valid_loss": valid_loss}
+    return {
+        "id": f"ftckpt-{digest([job_id, version.step], 24)}",
+        "object": "fine_tuning.job.checkpoint",
+        "created_at": int(version.time),
+        "fine_tuning_job_id": job_id,
+        "fine_tuned_model_checkpoint": version.version,
+        "step_number": version.step,
+        "metrics": metrics,
+    }
 
 
 def _id_of(row: dict[str, Any]) -> str:
