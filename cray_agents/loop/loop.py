@@ -36,8 +36,18 @@ from cray_agents.loop.dataset_recipes import (
 )
 from cray_agents.loop.evaluator import hold_out, version_named
 from cray_agents.loop.live.schedule import Live
-from cray_agents.loop.methods import RFT, Distill, Method, Scheduled, ended, scheduled, scheduled_at
+from cray_agents.loop.methods import (
+    RFT,
+    Distill,
+    Method,
+    PromptMethod,
+    Scheduled,
+    ended,
+    scheduled,
+    scheduled_at,
+)
 from cray_agents.loop.phase_timer import PhaseTimer
+from cray_agents.loop.prompts import PromptSearch
 from cray_agents.loop.rollouts import success
 from cray_agents.loop.settings import Control, Data, LoopSettings, Sampling
 from cray_agents.loop.settings_record import record_settings, settings_record
@@ -60,6 +70,14 @@ STOP_SECONDS = 30.0  # for an interrupted loop to record the ends of its runs
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A version that an iteration made, and fields of the iteration's record."""
+
+    version: ModelVersion
+    fields: dict[str, Any]
+
+
 @dataclass
 class Loop:
     """Improves the model behind an agent on a set of tasks, by its own runs.
@@ -69,7 +87,8 @@ class Loop:
         tasks: with a train and a holdout split; a test split is only ever measured at the ends.
         rewards: functions marked with @reward; their sum is a run's reward. A WorkerEnvironment
             gives rewards itself, to which these are added; there may be none.
-        method: how it learns: RFT, GRPO, DPO, KTO, SFT or Distill, or several one after the other.
+        method: how it learns: RFT, GRPO, DPO, KTO, SFT or Distill; or, without training, Examples
+            or Instructions. Or several one after the other.
         sampling: how training runs are sampled.
         data: what a training set is made of.
         promotion: the test by which a candidate is promoted.
@@ -235,12 +254,43 @@ class Loop:
         if not gate.looked:
             await self.stage(parent)  # a swap that a killed loop began is over after this one
         made = await self.collect(done, iterations)
+        trains = self._scheduled(number).method.trains
         try:
-            dataset = await self.build(number)
-            job = await self.train(dataset, parent, done, iterations)
+            new = await (self._train_next if trains else self._prompt_next)(
+                parent, done, iterations
+            )
         except (BadInput, JobError) as error:
             return record_without_update(made, done, error, live=self.live is not None)
-        candidate = await self._client.register(self.agent.model, job.checkpoint or job.id)
+        judged = await self._judge(new.version, done, iterations)
+        iteration = made.model_copy(update=new.fields | {"version": new.version.id} | judged)
+        remarks = remarks_on(iteration, done, self.settings) if trains else []
+        for remark in remarks:
+            log.warning("iteration %d: %s", number, remark)
+        return iteration.model_copy(update={"remarks": remarks})
+
+    async def _prompt_next(
+        self, parent: ModelVersion, done: list[Iteration], last: int
+    ) -> Candidate:
+        """A candidate with the parent's weights and a better prompt. Raises BadInput for none."""
+        method = self._scheduled(len(done)).method
+        assert isinstance(method, PromptMethod)
+        collector = self._running().collector
+        search = PromptSearch(self.settings, collector, len(done), method, parent)
+        with self._timer.phase("try prompts", ""):
+            best = await search.best()
+        prompts = {**parent.prompts, self.agent.name: best}
+        version = await self._client.register(self.agent.model, parent.checkpoint, prompts)
+        return Candidate(version, {"prompt": best.id, "trials": len(search.trials)})
+
+    async def _train_next(
+        self, parent: ModelVersion, done: list[Iteration], last: int
+    ) -> Candidate:
+        """A candidate with newly trained weights, and the parent's prompt."""
+        number = len(done)
+        dataset = await self.build(number)
+        job = await self.train(dataset, parent, done, last)
+        checkpoint = job.checkpoint or job.id
+        version = await self._client.register(self.agent.model, checkpoint, parent.prompts)
         trained = {
             "dataset": dataset["id"],
             "samples": dataset["samples"],
@@ -259,14 +309,9 @@ class Loop:
             "loss_last": job.loss_last,
             "agreement": job.agreement,
             "mean_metrics": job.mean_metrics,
-            "version": candidate.id,
+            "prompt": self.agent.at(version).prompt.id if version.prompts else None,
         }
-        judged = await self._judge(candidate, done, iterations)
-        iteration = made.model_copy(update=trained | judged)
-        remarks = remarks_on(iteration, done, self.settings)
-        for remark in remarks:
-            log.warning("iteration %d: %s", number, remark)
-        return iteration.model_copy(update={"remarks": remarks})
+        return Candidate(version, trained)
 
     # ---- the steps
 
