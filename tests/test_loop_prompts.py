@@ -134,8 +134,10 @@ def test_prompt_then_weights_then_prompt(tmp_path: Path) -> None:
     parents = {one["id"]: one["parent"] for one in lineage_of(registry, "m")}
     assert (parents["m@2"], parents["m@3"]) == ("m@1", "m@2")
     assert back["version"] == 1 and first.prompts == {}
-    assert prompt.id in cli("models", "list", "--home", str(tmp_path)).stdout
-    assert said[0]["content"] in cli("models", "show", "m@2", "--home", str(tmp_path)).stdout
+    assert prompt.id in cli("--home", tmp_path, "--json", "models", "list", cwd=tmp_path).stdout
+    assert (
+        said[0]["content"] in cli("--home", tmp_path, "models", "show", "m@2", cwd=tmp_path).stdout
+    )
     followed = agent.at(shown)
     assert followed.model == "m@2" and followed.prompt == prompt
 

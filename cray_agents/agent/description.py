@@ -126,7 +126,7 @@ class OutputReader:
 #: Sync or async.
 Recorder = Callable[[Run], Awaitable[None] | None]
 #: A text, or a function of nothing or of the run's context, sync or async, that returns one.
-Instructions = (
+InstructionsOrFunction = (
     str | Callable[[], str | Awaitable[str]] | Callable[[RunContext[Deps]], str | Awaitable[str]]
 )
 _TEXT: Any = str  # so that checkers take an agent without an output type for an Agent[..., Any]
@@ -154,7 +154,7 @@ class AgentDescription(Generic[Deps, Output]):
     """The arguments of an agent, see Agent, and what follows from them."""
 
     name: Name
-    instructions: Instructions[Deps] = ""
+    instructions: InstructionsOrFunction[Deps] = ""
     tools: Sequence[Tool | Callable[..., Any]] = ()
     model: Name = "default"
     output_type: type[Output] | UnionType | _SpecialForm = _TEXT

@@ -7,6 +7,7 @@ model with the parent's weights, and held-out tasks decide on it as on any other
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import random
@@ -176,7 +177,9 @@ class PromptSearch:
             else self._rollouts.platform.engine()
         )
         asked = Agent("reflector", model=model or url, engine=engine, recorder=None)
-        bridge = Bridge(self._scored, lambda prompt: self._rewritten(asked, prompt))
+        bridge = Bridge(
+            self._scored, lambda prompt: self._rewritten(asked, method.reflector, prompt)
+        )
         try:
             found = await bridge.run(
                 lambda: gepa.optimize(
@@ -230,24 +233,24 @@ class PromptSearch:
     def _score(self, run: Run) -> float:
         return self.loop.promotion.low if run.reward is None else run.reward
 
-    async def _rewritten(self, asked: Agent, prompt: str) -> str:
+    async def _rewritten(self, asked: Agent, named: str, prompt: str) -> str:
         """The reflector's answer, also one on record. Raises BadInput if it answers nothing."""
-        named, platform = asked.model, self._rollouts.platform
-        run: Run | None = None
+        platform = self._rollouts.platform
         for attempt in range(ANSWERS):
+            run: Run | None = None
             run_id = f"reflect_{digest([self.loop.name, self.number, named, prompt, attempt], 24)}"
-            try:
+            with contextlib.suppress(NotFound):
                 run = await platform.run(run_id)
-            except NotFound:
+            if run is None or not _usable(run):
                 run = await asked.run(prompt, run_id=run_id, tags=["reflector"], seed=attempt)
                 if run.error is not None and run.error.infrastructure:
                     raise EngineUnavailable(
                         f"the reflector {named} did not answer: {run.error.message}. When that is "
                         "mended, the same command goes on"
-                    ) from None
+                    )
                 await platform.record([run])
-            if isinstance(run.output, str) and run.output.replace("`", "").strip():
-                return run.output
+            if _usable(run):
+                return str(run.output)
         why = run.error.message if run is not None and run.error else "its answers are empty"
         raise BadInput(
             f"the reflector {named} gave no instructions, asked {ANSWERS} times (run {run_id}): "
@@ -255,6 +258,12 @@ class PromptSearch:
             param="method",
             code="no_instructions",
         )
+
+
+def _usable(reflection: Run) -> bool:
+    """Tell whether a reflector's answer has any text."""
+    said = reflection.output
+    return isinstance(said, str) and bool(said.replace("`", "").strip())
 
 
 def _refused(runs: Sequence[Run]) -> str:
