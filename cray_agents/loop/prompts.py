@@ -191,6 +191,7 @@ class PromptSearch:
                     reflection_minibatch_size=min(BATCH, len(self._order) - len(measured)),
                     perfect_score=self.loop.promotion.high,
                     max_metric_calls=method.budget,
+                    stop_callbacks=bridge.ended,
                     logger=bridge,
                     seed=self.number,
                 )
@@ -286,26 +287,37 @@ class Bridge:
         self._score, self._rewrite = score, rewrite
         self._event_loop = asyncio.get_running_loop()
         self._waiting: Future[Any] | None = None
-        self._ended = False
+        self._failure: Exception | None = None  # gepa itself goes on after a failed reflection
 
     async def run(self, search: Callable[[], T]) -> T:
-        """Run gepa in a thread. If this is cancelled, the thread ends first."""
+        """Run gepa in a thread; raise what it was answered with. If cancelled, it ends first."""
         work = asyncio.create_task(asyncio.to_thread(search))
         try:
-            return await asyncio.shield(work)
+            found = await asyncio.shield(work)
         except asyncio.CancelledError:
-            self._ended = True
+            self._failure = self._failure or RuntimeError("the loop has ended")
             if self._waiting is not None:
                 self._waiting.cancel()
             await asyncio.wait({work})
             raise
+        if self._failure is not None:
+            raise self._failure
+        return found
+
+    def ended(self, state: Any) -> bool:
+        """Tell gepa to stop: one of its stop_callbacks."""
+        return self._failure is not None
 
     def _answer(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._ended:
+        if self._failure is not None:
             work.close()
-            raise RuntimeError("the loop has ended")
+            raise self._failure
         self._waiting = waiting = asyncio.run_coroutine_threadsafe(work, self._event_loop)
-        return waiting.result()
+        try:
+            return waiting.result()
+        except Exception as error:
+            self._failure = self._failure or error
+            raise
 
     def evaluate(
         self, batch: list[Task], candidate: dict[str, str], capture_traces: bool = False
