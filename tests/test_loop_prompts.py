@@ -60,14 +60,14 @@ def luck(text: str) -> float:
 
 
 def speak(request: dict[str, Any], version: str) -> Any:
-    """Right in a third of the cases; with examples or the rule nearly always."""
+    """Right in a third of the cases; by a third more with examples, and with the rule."""
     messages = request["messages"]
     if "write a new instruction" in messages[0]["content"]:
         return f"Here they are:\n```\n{RULE}\n```"
     asked = messages[-1]["content"]
-    told = len(messages) > 2 or (messages[0]["role"] == "system" and RULE in messages[0]["content"])
+    helps = [len(messages) > 2, RULE in messages[0]["content"]]
     word = asked.removeprefix("say ")
-    return word.upper() if luck(asked) < (0.9 if told else 0.3) else word
+    return word.upper() if luck(asked) < 0.3 + 0.35 * sum(helps) else word
 
 
 def crier(**changes: Any) -> Agent:
@@ -89,12 +89,16 @@ def done_by(loop: Loop, iterations: int) -> list[Iteration]:
 
 def test_prompt_then_weights_then_prompt(tmp_path: Path) -> None:
     engine = ScriptedEngine(speak)
-    schedule = [
-        Examples(iterations=1, **FEW),
-        RFT(iterations=1, tasks_per_iteration=20, training=Training(steps=1)),
-        Instructions(iterations=1, reflector="m@1", trials=6, budget=40),
-    ]
-    with platform(tmp_path, engine) as where:
+    with (
+        platform(tmp_path, engine) as where,
+        platform(tmp_path / "other", ScriptedEngine(speak), name="big") as elsewhere,
+    ):
+        big = f"{elsewhere.url}/v1#big"
+        schedule = [
+            Examples(iterations=1, **FEW),
+            RFT(iterations=1, tasks_per_iteration=20, training=Training(steps=1)),
+            Instructions(iterations=1, reflector=big, trials=6, budget=40),
+        ]
         agent = crier(tools=[calculator])
         done = done_by(a_loop(where, schedule, agent=agent), 3)
         count = len(engine.requests)
@@ -102,16 +106,19 @@ def test_prompt_then_weights_then_prompt(tmp_path: Path) -> None:
         assert len(engine.requests) == count  # nothing is done twice
         measured = Evaluation(agent, tasks().holdout, [capitals], ["m@1", "m@2"], platform=where)
         compared = measured.run_sync().comparisons[0]
+        (_, shown, *_) = Registry(Home(tmp_path)).versions("m")
+        same = wait_for(where.register("m", shown.checkpoint, shown.prompts))
         back = wait_for(where.rollback("m", 1, who="me", reason="calm"))
         first = wait_for(where.promoted("m"))
     registry = Registry(Home(tmp_path))
     start, shown, trained, *rest = registry.versions("m")
+    assert same == shown
     prompt = shown.prompts["crier"]
     # the prompt is a version of its own, with the same weights, promoted by the same test
     assert (shown.checkpoint, start.prompts) == (start.checkpoint, {})
     assert (done[1].promoted, done[1].version, done[1].prompt) == (True, "m@2", prompt.id)
     assert done[1].wins and done[1].evidence >= 20 and done[1].dataset is None
-    assert done[1].trials == 3 * 6 and compared.difference.value > 0.3
+    assert done[1].trials == 3 * 6 and compared.difference.value > 0.2
     # examples are whole good runs at train tasks, and hold no gold answer
     asked, said = prompt.examples[::2], prompt.examples[1::2]
     assert [one["content"] for one in said] == [one["content"][4:].upper() for one in asked]
@@ -128,11 +135,12 @@ def test_prompt_then_weights_then_prompt(tmp_path: Path) -> None:
     assert used == {run.id for run in stored(tmp_path, iteration=2)}
     assert trained.prompts == shown.prompts and trained.checkpoint != start.checkpoint
     assert done[2].prompt == prompt.id
-    if rest:  # the rule on top of the examples, whether or not it was better
-        assert rest[0].prompts["crier"].instructions == RULE
-        assert rest[0].prompts["crier"].examples == prompt.examples
+    # the rule on top of the examples, with the last weights
+    (last,) = rest
+    assert done[3].promoted and last.prompts["crier"].instructions == RULE
+    assert last.prompts["crier"].examples == prompt.examples
     parents = {one["id"]: one["parent"] for one in lineage_of(registry, "m")}
-    assert (parents["m@2"], parents["m@3"]) == ("m@1", "m@2")
+    assert [parents[f"m@{n}"] for n in (2, 3, 4)] == ["m@1", "m@2", "m@3"]
     assert back["version"] == 1 and first.prompts == {}
     assert prompt.id in cli("--home", tmp_path, "--json", "models", "list", cwd=tmp_path).stdout
     assert (
@@ -245,7 +253,8 @@ def test_no_run_can_be_an_example(tmp_path: Path) -> None:
 
 def test_a_control_draws_from_permuted_rewards(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(speak)) as where:
-        done_by(a_loop(where, Examples(**FEW, iterations=1), control="shuffled-rewards"), 1)
+        method = Examples(**FEW | {"sets": 8, "iterations": 1})
+        done_by(a_loop(where, method, control="shuffled-rewards"), 1)
     tried = [run for run in stored(tmp_path, split="train") if run.iteration is None]
     shown = {run.trajectory.messages[place]["content"] for run in tried for place in (2, 4)}
     assert any(not answer.isupper() for answer in shown)

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from cray_agents.agent.agent import Agent
 from cray_agents.agent.sessions import without_system
@@ -163,7 +163,7 @@ class PromptSearch:
 
     async def _instructions(self, method: Instructions) -> Prompt:
         try:
-            import gepa
+            from gepa.api import optimize
         except ImportError as error:
             problem = "Instructions needs the package gepa: pip install 'cray-agents[prompts]'"
             raise SetupError(problem) from error
@@ -181,17 +181,17 @@ class PromptSearch:
             self._scored, lambda prompt: self._rewritten(asked, method.reflector, prompt)
         )
         try:
-            found = await bridge.run(
-                lambda: gepa.optimize(
+            found: Any = await bridge.run(
+                lambda: optimize(
                     seed_candidate={INSTRUCTIONS: self._present.instructions or ""},
                     trainset=self._order[len(measured) :],
                     valset=measured,
-                    adapter=bridge,
+                    adapter=cast(Any, bridge),
                     reflection_lm=bridge.reflect,
                     reflection_minibatch_size=min(BATCH, len(self._order) - len(measured)),
                     perfect_score=self.loop.promotion.high,
                     max_metric_calls=method.budget,
-                    stop_callbacks=bridge.ended,
+                    stop_callbacks=cast(Any, bridge.ended),
                     logger=bridge,
                     seed=self.number,
                 )

@@ -158,7 +158,7 @@ class Rollouts:
     ) -> list[Run]:
         """Runs of this loop that are on record."""
         model = version.id if version else None
-        where = {"iteration": iteration, "split": split, "model": model, "tag": tag}
+        where: dict[str, Any] = {"iteration": iteration, "split": split, "model": model, "tag": tag}
         return [run async for run in self.platform.runs(loop=self.loop, **where)]
 
     def at(
