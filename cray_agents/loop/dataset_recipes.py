@@ -14,11 +14,8 @@ from cray_agents.queries import DatasetRecipe
 from cray_agents.training_jobs import Hyperparameters
 
 EPOCHS = 3  # of a job whose steps are not given, as of a fine-tuning; 1 of GRPO and Distill
-GOOD_REWARD = {
-    "rft": 1.0,
-    "kto": 1.0,
-    "examples": 1.0,
-}  # the least reward of a good run, unless the loop says
+#: The least reward of a good run, unless the loop says.
+GOOD_REWARD = {"rft": 1.0, "kto": 1.0, "examples": 1.0}
 
 
 def min_reward_for(data: Data, method: Method) -> float | None:

@@ -255,15 +255,14 @@ class Loop:
             await self.stage(parent)  # a swap that a killed loop began is over after this one
         made = await self.collect(done, iterations)
         trains = self._scheduled(number).method.trains
+        make = self._train_next if trains else self._prompt_next
         try:
-            new = await (self._train_next if trains else self._prompt_next)(
-                parent, done, iterations
-            )
+            new = await make(parent, done, iterations)
         except (BadInput, JobError) as error:
             return record_without_update(made, done, error, live=self.live is not None)
         judged = await self._judge(new.version, done, iterations)
         iteration = made.model_copy(update=new.fields | {"version": new.version.id} | judged)
-        remarks = remarks_on(iteration, done, self.settings) if trains else []
+        remarks = remarks_on(iteration, done, self.settings)
         for remark in remarks:
             log.warning("iteration %d: %s", number, remark)
         return iteration.model_copy(update={"remarks": remarks})
@@ -289,7 +288,7 @@ class Loop:
         number = len(done)
         dataset = await self.build(number)
         job = await self.train(dataset, parent, done, last)
-        checkpoint = job.checkpoint or job.id
+        checkpoint, prompt = job.checkpoint or job.id, parent.prompts.get(self.agent.name)
         version = await self._client.register(self.agent.model, checkpoint, parent.prompts)
         trained = {
             "dataset": dataset["id"],
@@ -309,7 +308,7 @@ class Loop:
             "loss_last": job.loss_last,
             "agreement": job.agreement,
             "mean_metrics": job.mean_metrics,
-            "prompt": self.agent.at(version).prompt.id if version.prompts else None,
+            "prompt": prompt.id if prompt is not None else None,
         }
         return Candidate(version, trained)
 
