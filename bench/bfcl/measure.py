@@ -58,9 +58,8 @@ def answers(
 
     async def ask(where: Platform) -> dict[str, list[str | None]]:
         version, places = await promoted(where), asyncio.Semaphore(AT_ONCE)
-        agent = calling.agent().override(
-            engine=where.engine(), model=version.id, temperature=temperature, recorder=None
-        )
+        agent = calling.agent().at(version)  # with the prompt that an arm learned
+        agent = agent.override(engine=where.engine(), temperature=temperature, recorder=None)
         given: dict[str, list[str | None]] = defaultdict(list)
 
         async def one(entry: dict[str, Any], attempt: int) -> None:

@@ -10,11 +10,14 @@ KINDS = {
     "base": "SmolLM2-135M-Instruct",
     "rft": "cray-agents, rft",
     "grpo": "cray-agents, grpo",
+    "examples": "cray-agents, examples, no training",
+    "examples-rft": "cray-agents, examples, then rft",
     "trl": "TRL GRPOTrainer",
     "control": "rft, shuffled rewards",
 }
 COLOURS = {
-    "base": "#8c959f", "rft": "#0969da", "grpo": "#54aeff", "trl": "#bf8700", "control": "#d0d7de"
+    "base": "#8c959f", "rft": "#0969da", "grpo": "#54aeff", "examples": "#1a7f37",
+    "examples-rft": "#4ac26b", "trl": "#bf8700", "control": "#d0d7de"
 }  # fmt: skip
 Marks = dict[str, str]
 
@@ -32,7 +35,7 @@ def _arms(results: Path) -> dict[str, list[dict[str, Any]]]:
     """The results of each kind of arm, by their seeds."""
     found: dict[str, list[dict[str, Any]]] = {}
     for kind in KINDS:
-        for file in sorted([*results.glob(f"{kind}.json"), *results.glob(f"{kind}-*.json")]):
+        for file in sorted([*results.glob(f"{kind}.json"), *results.glob(f"{kind}-[0-9]*.json")]):
             found.setdefault(kind, []).append(json.loads(file.read_text()))
     return found
 

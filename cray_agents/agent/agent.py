@@ -61,6 +61,7 @@ class Agent(AgentDescription[Deps, Output]):
         output_retries: how often the model is told that its answer is not of the output type.
         retries: how often a model call is done again that the server failed, beyond what the engine
             tries itself.
+        tags: of each of its runs.
         hooks: called before and after model calls, tool calls and the run.
         recorder: called with each finished run, sync or async; "auto": the engine's, which posts to
             the platform when it is one; None: nobody.

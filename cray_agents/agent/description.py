@@ -53,7 +53,7 @@ from cray_agents.engines.tool_calls import (
 from cray_agents.errors import BadInput, CrayError, StoreError, SubagentError, ToolError
 from cray_agents.messages import read_messages
 from cray_agents.ports import ChatEngine
-from cray_agents.records import Message, Output, Run
+from cray_agents.records import Message, ModelVersion, Output, Prompt, Run
 
 # ---- Output types: instructions and schema for the model, and the reading of its answer
 _SCALARS = (int, float, bool)
@@ -126,10 +126,11 @@ class OutputReader:
 #: Sync or async.
 Recorder = Callable[[Run], Awaitable[None] | None]
 #: A text, or a function of nothing or of the run's context, sync or async, that returns one.
-Instructions = (
+InstructionsOrFunction = (
     str | Callable[[], str | Awaitable[str]] | Callable[[RunContext[Deps]], str | Awaitable[str]]
 )
 _TEXT: Any = str  # so that checkers take an agent without an output type for an Agent[..., Any]
+PROMPT_TAG = "prompt:"  # and the id of a learned prompt: a tag of the runs that had it
 _OWN_FIELDS = ("model", "messages", "tools", "stream", "n", "extra_headers")  # of a request
 
 
@@ -153,7 +154,7 @@ class AgentDescription(Generic[Deps, Output]):
     """The arguments of an agent, see Agent, and what follows from them."""
 
     name: Name
-    instructions: Instructions[Deps] = ""
+    instructions: InstructionsOrFunction[Deps] = ""
     tools: Sequence[Tool | Callable[..., Any]] = ()
     model: Name = "default"
     output_type: type[Output] | UnionType | _SpecialForm = _TEXT
@@ -179,6 +180,7 @@ class AgentDescription(Generic[Deps, Output]):
     hooks: Sequence[Hooks[Deps]] = ()
     recorder: Recorder | Literal["auto"] | None = "auto"
     examples: Sequence[Mapping[str, Any]] = ()
+    tags: Sequence[str] = ()
     reader: OutputReader = field(init=False, repr=False)
     server: ServerCapabilities = field(init=False, repr=False)
 
@@ -223,6 +225,34 @@ class AgentDescription(Generic[Deps, Output]):
         if copy._address == self._address:
             object.__setattr__(copy, "server", self.server)
         return copy
+
+    @property
+    def prompt(self) -> Prompt:
+        """What stands before its inputs now, and its tools' descriptions."""
+        own = self.instructions if isinstance(self.instructions, str) else None
+        tools = {tool.name: tool.description for tool in cast("tuple[Tool, ...]", self.tools)}
+        return Prompt(instructions=own, examples=self.shown_examples, tools=tools)
+
+    def at(self, version: ModelVersion, prompt: Prompt | None = None) -> Self:
+        """A copy that asks a version, with the prompt that a loop learned for this agent in it.
+
+        `agent.at(await platform.promoted("calc"))` is the agent as the loop left it. Without such a
+        prompt its own stays. `prompt`: in place of the version's. Its runs have the tag
+        `prompt:<id>`. Tools that the prompt does not name keep their descriptions.
+        """
+        prompt = prompt or version.prompts.get(self.name)
+        if prompt is None:
+            return self.override(model=version.id)
+        return self.override(
+            model=version.id,
+            instructions=self.instructions if prompt.instructions is None else prompt.instructions,
+            examples=prompt.examples,
+            tools=[
+                tool.described(prompt.tools.get(tool.name, tool.description))
+                for tool in cast("tuple[Tool, ...]", self.tools)
+            ],
+            tags=[*self.tags, f"{PROMPT_TAG}{prompt.id}"],
+        )
 
     def through(self, engine: ChatEngine) -> Self:
         """A copy that asks through this engine, and keeps what is known of the server behind it.

@@ -280,7 +280,8 @@ def start_run(agent: AgentDescription, given: Input | Task, options: RunOptions[
     session, history = _session(options.get("session")), options.get("history", ())
     if session is not None and history:
         raise BadInput("give a session or a history, not both", param="history")
-    tags = [*_tags(options.get("tags", ())), *([f"session:{session.id}"] if session else [])]
+    of_session = [f"session:{session.id}"] if session else []
+    tags = [*agent.tags, *_tags(options.get("tags", ())), *of_session]
     purpose = {name: options.get(name) for name in ("loop", "iteration", "attempt")}
     context = RunContext(
         run_id=options.get("run_id") or new_id("run"),

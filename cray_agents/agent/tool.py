@@ -13,7 +13,7 @@ import inspect
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, overload
 
 import orjson
@@ -132,6 +132,13 @@ class Tool:
 
     def _refusal(self, problems: str) -> str:
         return f"bad arguments for {self.name}: {problems}. Expected {self.signature}"
+
+    def described(self, text: str) -> "Tool":
+        """The tool with this description."""
+        if text == self.description:
+            return self
+        function = {**self.schema["function"], "description": text}
+        return replace(self, description=text, schema={**self.schema, "function": function})
 
     @property
     def signature(self) -> str:

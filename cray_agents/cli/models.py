@@ -52,7 +52,8 @@ Who = Annotated[str, typer.Option("--who", help="Who decides \\[default: the use
 def list_models() -> None:
     """List every version of every name; the promoted one is what the bare name means.
 
-    `replicas`: how many of the running platform's hold it; -: none runs.
+    `replicas`: how many of the running platform's hold it; -: none runs. `prompt`: the hash of what
+    a loop learned to put before its agent's input, if it did.
     """
     home = root()
     registry, counts = Registry(home), replica_counts(home)
@@ -62,7 +63,7 @@ def list_models() -> None:
         for versions in names.rows
         for row in versions
     ]
-    columns = ["id", "promoted", "replicas", "last", "weights", "job", "when"]
+    columns = ["id", "promoted", "replicas", "last", "weights", "prompt", "job", "when"]
     show(rows, columns, damaged=names.damaged)
 
 
@@ -302,6 +303,8 @@ def label(version: dict[str, Any]) -> str:
         words.append(last["kind"].replace("_", " "))
     if version["base"]:
         words.append(escape(f"adapter over {version['base']}"))
+    for agent, prompt in version["prompts"].items():
+        words.append(escape(f"prompt {prompt} of {agent}"))
     if version["job"]:
         about = version["about_dataset"]
         runs = f" of {about['accepted_runs']} runs" if about.get("accepted_runs") else ""
@@ -326,6 +329,7 @@ def version_rows(registry: Any, name: str) -> list[dict[str, Any]]:
             "id": version.id,
             "promoted": promoted is not None and version.number == promoted.number,
             "last": last.get(version.number),
+            "prompt": ", ".join(prompt.id for prompt in version.prompts.values()) or None,
             "weights": registry.home.checkpoint(version.checkpoint).is_dir(),
             "when": when(version.created),
         }

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from cray_agents.loop.methods import RFT as RFT
     from cray_agents.loop.methods import SFT as SFT
     from cray_agents.loop.methods import Distill as Distill
+    from cray_agents.loop.methods import Examples as Examples
+    from cray_agents.loop.methods import Instructions as Instructions
     from cray_agents.loop.methods import Training as Training
     from cray_agents.loop.settings import Data as Data
     from cray_agents.loop.settings import Sampling as Sampling

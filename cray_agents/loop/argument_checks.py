@@ -12,7 +12,7 @@ from cray_agents.agent.agent import Agent
 from cray_agents.agent.environment import WorkerEnvironment
 from cray_agents.errors import BadInput
 from cray_agents.loop.live.schedule import Live
-from cray_agents.loop.methods import Scheduled
+from cray_agents.loop.methods import Instructions, PromptMethod, Scheduled
 from cray_agents.loop.settings import Data, LoopSettings, Sampling
 from cray_agents.loop.stop_rules import Stop
 from cray_agents.loop.warmup import WarmUp
@@ -117,6 +117,7 @@ def check(loop: LoopSettings) -> None:
     if loop.sampling.dynamic_sampling and not any(one.method.compares for one in loop.schedule):
         message = "dynamic_sampling has no effect without GRPO or DPO"
         raise BadInput(message, param="dynamic_sampling")
+    _check_prompts(loop)
     if loop.data.history is not None and not methods & {"rft", "dpo", "kto"}:
         raise BadInput(f"history has no effect with {', '.join(methods)}", param="history")
     if "sft" in methods and not loop.data.demonstrations:
@@ -130,6 +131,30 @@ def check(loop: LoopSettings) -> None:
         check_warm_up(loop)
 
 
+def _check_prompts(loop: LoopSettings) -> None:
+    """Refuse what no better prompt can be found for."""
+    kinds = [one.method for one in loop.schedule if isinstance(one.method, PromptMethod)]
+    for method in kinds:
+        name = type(method).__name__
+        if loop.live is not None:
+            problem = f"{name} tries prompts by the loop's own runs: leave live out"
+            raise BadInput(problem, param="method")
+        if isinstance(loop.agent.environment, WorkerEnvironment):
+            named = loop.agent.environment.name
+            problem = f"{name}: the workers of {named!r} make the messages, and have no prompt"
+            raise BadInput(f"{problem} that a loop could change", param="method")
+        if not isinstance(method, Instructions):
+            continue
+        if not isinstance(loop.agent.instructions, str):
+            problem = "Instructions rewrites a text, and the agent's instructions are a function"
+            raise BadInput(problem, param="method")
+        if loop.control is not None:
+            problem = "a control has no effect with Instructions, whose reflector reads all runs"
+            raise BadInput(problem, param="control")
+        if len(loop.tasks.split("train")) < 2:
+            raise BadInput("Instructions needs two train tasks at least", param="tasks")
+
+
 async def check_engine(platform: Platform, schedule: Sequence[Scheduled]) -> None:
     """Refuse replicas whose rounding no limit is known for, before the first run: BadInput."""
     engine = (await platform.info()).get("engine", {})
@@ -138,7 +163,8 @@ async def check_engine(platform: Platform, schedule: Sequence[Scheduled]) -> Non
     caps = [getattr(method, "importance_cap", None) for method in corrected]
     if engine.get("rounding") == "fp8" and None in caps:
         raise BadInput(FP8_NEEDS_CAP, param="importance_cap")
-    open_ones = [one for one in schedule if one.method.training.logprob_limit is None]
+    trained = [one for one in schedule if one.method.trains]
+    open_ones = [one for one in trained if one.method.training.logprob_limit is None]
     if flag and any(one.method.name != "sft" for one in open_ones):
         raise BadInput(
             f"the replicas quantise (engine_args: {flag}): their log-probabilities differ from the"

@@ -14,12 +14,13 @@ from cray_agents.queries import DatasetRecipe
 from cray_agents.training_jobs import Hyperparameters
 
 EPOCHS = 3  # of a job whose steps are not given, as of a fine-tuning; 1 of GRPO and Distill
-GOOD_REWARD = {"rft": 1.0, "kto": 1.0}  # the least reward of a good run, unless the loop says
+#: The least reward of a good run, unless the loop says.
+GOOD_REWARD = {"rft": 1.0, "kto": 1.0, "examples": 1.0}
 
 
 def min_reward_for(data: Data, method: Method) -> float | None:
     """The least reward of a good run; None: the method has no such bound, or any reward will do."""
-    if method.name not in ("rft", "kto", "dpo"):
+    if method.name not in ("rft", "kto", "dpo", "examples"):
         return None
     return data.min_reward if data.min_reward is not None else GOOD_REWARD.get(method.name)
 
@@ -29,15 +30,17 @@ def iterations_in_window(loop: LoopSettings, scheduled: Scheduled, number: int) 
 
     An iteration that may close before all its runs have ended is considered once more by the next
     one, for the late runs. A loop on live traffic trains on new runs alone, unless its history says
-    more.
+    more. Runs from before the prompt last changed are left out.
     """
     method, history = scheduled.method, _history(loop, scheduled.method)
     if not method.runs:
         return []
+    earlier = [one for one in loop.schedule if not one.method.trains and one.first < number]
+    start = max((one.last or 0 for one in earlier), default=0) + 1
     if history is None:
-        return list(range(1, number + 1))
+        return list(range(start, number + 1))
     late = 1 if loop.sampling.straggler_quantile < 1 else 0
-    first = scheduled.first if method.on_policy else 1  # not what another method has left over
+    first = scheduled.first if method.on_policy else start  # not what another method has left over
     return list(range(max(first, number - history - late + 1), number + 1))
 
 

@@ -36,8 +36,18 @@ from cray_agents.loop.dataset_recipes import (
 )
 from cray_agents.loop.evaluator import hold_out, version_named
 from cray_agents.loop.live.schedule import Live
-from cray_agents.loop.methods import RFT, Distill, Method, Scheduled, ended, scheduled, scheduled_at
+from cray_agents.loop.methods import (
+    RFT,
+    Distill,
+    Method,
+    PromptMethod,
+    Scheduled,
+    ended,
+    scheduled,
+    scheduled_at,
+)
 from cray_agents.loop.phase_timer import PhaseTimer
+from cray_agents.loop.prompts import PromptSearch
 from cray_agents.loop.rollouts import success
 from cray_agents.loop.settings import Control, Data, LoopSettings, Sampling
 from cray_agents.loop.settings_record import record_settings, settings_record
@@ -50,7 +60,7 @@ from cray_agents.loop.stop_rules import (
 from cray_agents.loop.warmup import WarmUp, WarmUpJobs, cold_start
 from cray_agents.platform.client import Platform
 from cray_agents.promotion.sequential_test import PromotionTest
-from cray_agents.records import ModelVersion, ProbeReport, Run, Split
+from cray_agents.records import ModelVersion, ProbeReport, Prompt, Run, Split
 from cray_agents.rewards.reward import RewardFunction
 from cray_agents.tasks.task_set import TaskSet
 from cray_agents.training_jobs import MANY_EPOCHS, JobStatus, PublishEvery
@@ -58,6 +68,14 @@ from cray_agents.training_jobs import MANY_EPOCHS, JobStatus, PublishEvery
 STOP_SECONDS = 30.0  # for an interrupted loop to record the ends of its runs
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A version that an iteration made, and fields of the iteration's record."""
+
+    version: ModelVersion
+    fields: dict[str, Any]
 
 
 @dataclass
@@ -69,7 +87,8 @@ class Loop:
         tasks: with a train and a holdout split; a test split is only ever measured at the ends.
         rewards: functions marked with @reward; their sum is a run's reward. A WorkerEnvironment
             gives rewards itself, to which these are added; there may be none.
-        method: how it learns: RFT, GRPO, DPO, KTO, SFT or Distill, or several one after the other.
+        method: how it learns: RFT, GRPO, DPO, KTO, SFT or Distill; or, without training, Examples
+            or Instructions. Or several one after the other.
         sampling: how training runs are sampled.
         data: what a training set is made of.
         promotion: the test by which a candidate is promoted.
@@ -229,19 +248,51 @@ class Loop:
     async def _improve(self, done: list[Iteration], iterations: int) -> Iteration:
         """One iteration: collect, score, build, train, check, evaluate, promote or reject."""
         number, gate = len(done), self._running().gate
-        now = self._scheduled(number)
         done = await self._running().source.begin(done)
         parent = await self._client.version(base_version(done))
         gate.staying = promoted_version(done)
         if not gate.looked:
             await self.stage(parent)  # a swap that a killed loop began is over after this one
         made = await self.collect(done, iterations)
+        trains = self._scheduled(number).method.trains
+        make = self._train_next if trains else self._prompt_next
         try:
-            dataset = await self.build(number)
-            job = await self.train(dataset, parent, done, iterations)
+            new = await make(parent, done, iterations)
         except (BadInput, JobError) as error:
             return record_without_update(made, done, error, live=self.live is not None)
-        candidate, chosen = await self._candidate(job, evaluates=now.evaluates(number, iterations))
+        judged = await self._judge(new.version, done, iterations)
+        iteration = made.model_copy(update=new.fields | {"version": new.version.id} | judged)
+        remarks = remarks_on(iteration, done, self.settings)
+        for remark in remarks:
+            log.warning("iteration %d: %s", number, remark)
+        return iteration.model_copy(update={"remarks": remarks})
+
+    async def _prompt_next(
+        self, parent: ModelVersion, done: list[Iteration], last: int
+    ) -> Candidate:
+        """A candidate with the parent's weights and a better prompt. Raises BadInput for none."""
+        method = self._scheduled(len(done)).method
+        assert isinstance(method, PromptMethod)
+        collector = self._running().collector
+        search = PromptSearch(self.settings, collector, len(done), method, parent)
+        with self._timer.phase("try prompts", ""):
+            best = await search.best()
+        prompts = {**parent.prompts, self.agent.name: best}
+        version = await self._client.register(self.agent.model, parent.checkpoint, prompts)
+        return Candidate(version, {"prompt": best.id, "trials": len(search.trials)})
+
+    async def _train_next(
+        self, parent: ModelVersion, done: list[Iteration], last: int
+    ) -> Candidate:
+        """A candidate with newly trained weights, and the parent's prompt."""
+        number = len(done)
+        dataset = await self.build(number)
+        job = await self.train(dataset, parent, done, last)
+        prompt = parent.prompts.get(self.agent.name)
+        now = self._scheduled(number)
+        version, chosen = await self._candidate(
+            job, parent.prompts, evaluates=now.evaluates(number, last)
+        )
         trained = {
             "dataset": dataset["id"],
             "samples": dataset["samples"],
@@ -258,15 +309,10 @@ class Loop:
             "loss_last": job.loss_last,
             "agreement": job.agreement,
             "mean_metrics": job.mean_metrics,
-            "version": candidate.id,
             "choice": chosen,
+            "prompt": prompt.id if prompt is not None else None,
         }
-        judged = await self._judge(candidate, done, iterations)
-        iteration = made.model_copy(update=trained | judged)
-        remarks = remarks_on(iteration, done, self.settings)
-        for remark in remarks:
-            log.warning("iteration %d: %s", number, remark)
-        return iteration.model_copy(update={"remarks": remarks})
+        return Candidate(version, trained)
 
     # ---- the steps
 
@@ -345,17 +391,19 @@ class Loop:
             return await self._client.wait_for(job, report)
 
     async def _candidate(
-        self, job: JobStatus, *, evaluates: bool
+        self, job: JobStatus, prompts: Mapping[str, Prompt], *, evaluates: bool
     ) -> tuple[ModelVersion, dict[str, float]]:
         """Return what the loop decides on, a job's result or the best of its versions.
 
-        With it the success of each on the tasks that chose.
+        With it the success of each on the tasks that chose. All have these prompts.
         """
-        result = await self._client.register(self.agent.model, job.checkpoint or job.id)
+        name = self.agent.model  # a job that another loop began may have published under another
+        result = await self._client.register(name, job.checkpoint or job.id, prompts)
         if not (evaluates and job.versions and self.promotion.choosing):
             return result, {}
-        name = self.agent.model  # a job that another loop began may have published under another
-        versions = [await self._client.register(name, one.checkpoint) for one in job.versions]
+        versions = [
+            await self._client.register(name, one.checkpoint, prompts) for one in job.versions
+        ]
         return await self._running().evaluator.choose([*versions, result])
 
     async def _judge(

@@ -76,6 +76,7 @@ class Method(StrictRecord):
     compares: ClassVar[bool] = False  # learns from how the runs of a group differ
     on_policy: ClassVar[bool] = False  # learns from the iteration's own runs alone
     runs: ClassVar[bool] = True  # runs the agent on train tasks
+    trains: ClassVar[bool] = True  # makes weights; False: a prompt, with its parent's weights
 
     iterations: int | None = Field(None, ge=1)
     group_size: int = Field(1, ge=1)
@@ -183,7 +184,80 @@ class Distill(Method, PolicyLoss):
         return teacher
 
 
-METHODS = {kind.name: kind for kind in (RFT, SFT, GRPO, DPO, KTO, Distill)}
+class PromptMethod(Method):
+    """A method that improves what stands before the agent's input, and leaves the weights alone.
+
+    Args:
+        trials: train tasks that measure what it tries, greedily, before held-out tasks decide.
+    """
+
+    trains = False
+
+    trials: int = Field(32, ge=1)
+
+    @model_validator(mode="after")
+    def _check_training(self) -> Self:
+        if "training" in self.model_fields_set:
+            raise ValueError(f"training has no effect: {type(self).__name__} trains no weights")
+        return self
+
+
+class Examples(PromptMethod):
+    """Show the agent its own good runs as examples; they replace those it has.
+
+    Sets of good runs at different train tasks are drawn, and the one whose trials do best becomes
+    the candidate (BootstrapFewShotWithRandomSearch of DSPy, arXiv 2310.03714). No gold answer is
+    used. A good run has a reward of at least `Data.min_reward` (1).
+
+    Args:
+        count: examples in a set.
+        sets: sets that are tried.
+    """
+
+    name = "examples"
+
+    count: int = Field(4, ge=1)
+    sets: int = Field(8, ge=1)
+
+
+class Instructions(PromptMethod):
+    """Let a model rewrite the agent's instructions, by what good and failed runs show (GEPA).
+
+    The search is that of the package `gepa` (arXiv 2507.19457): `pip install cray-agents[prompts]`.
+    The reflector reads inputs, conversations and rewards of runs at train tasks, and no target.
+
+    Args:
+        reflector: a version that is served, such as `big@3`; or another server's model, as in
+            `https://host/v1#model`, asked with the key in $OPENAI_API_KEY.
+        budget: runs at train tasks, at most; a last batch may go beyond.
+    """
+
+    name = "instructions"
+    runs = False
+
+    reflector: str
+    budget: int = Field(300, ge=1)
+
+    @model_validator(mode="after")
+    def _check_reflector(self) -> Self:
+        url, _, model = self.reflector.partition("#")
+        if "://" in url and not model:
+            problem = f"reflector={self.reflector!r}: name the server's model"
+            raise ValueError(f"{problem}, as in '{url.rstrip('/')}#model'")
+        if "://" not in url and "@" not in url:
+            raise ValueError(
+                f"reflector={self.reflector!r}: name a version, such as 'big@3' (the promoted one "
+                "may change), or a server with its model, such as 'https://host/v1#model'"
+            )
+        if self.budget < 2 * self.trials:
+            raise ValueError(
+                f"budget={self.budget} is not enough to try one rewrite: it and the present "
+                f"instructions are measured by trials={self.trials} runs each"
+            )
+        return self
+
+
+METHODS = {kind.name: kind for kind in (RFT, SFT, GRPO, DPO, KTO, Distill, Examples, Instructions)}
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from cray_agents.records import (
     REWARD_REFUSED,
     UNSCORED,
     ModelVersion,
+    Prompt,
     Run,
     RunError,
     Split,
@@ -155,11 +156,22 @@ class Rollouts:
         *,
         iteration: int | None = None,
         version: Evaluated | None = None,
+        tag: str | None = None,
     ) -> list[Run]:
         """Runs of this loop that are on record."""
         model = version.id if version else None
-        runs = self.platform.runs(loop=self.loop, iteration=iteration, split=split, model=model)
-        return [run async for run in runs]
+        where: dict[str, Any] = {"iteration": iteration, "split": split, "model": model, "tag": tag}
+        return [run async for run in self.platform.runs(loop=self.loop, **where)]
+
+    def at(
+        self, version: Evaluated, temperature: float | None, prompt: Prompt | None = None
+    ) -> Agent:
+        """The agent that asks a version, with the prompt of that or another one."""
+        if isinstance(version, OutsideModel):
+            agent = self._agent.override(model=version.id)
+        else:
+            agent = self._agent.at(version, prompt)
+        return agent.override(temperature=temperature, recorder=None)
 
     async def run(
         self,
@@ -171,6 +183,7 @@ class Rollouts:
         close_at: float = 1.0,
         paired: bool = False,
         final: bool = False,
+        prompt: Prompt | None = None,
     ) -> list[Run]:
         """Return the requested runs in order: recorded ones, and the rest executed now.
 
@@ -178,6 +191,7 @@ class Rollouts:
         close_at: below 1, runs that have not ended when the set closes are left out.
         paired: a task and attempt has the same sampling seed under every version.
         final: a recorded run that the infrastructure failed stays as it is.
+        prompt: that of the agent, in place of the version's.
 
         Raises StoreError and EngineUnavailable from recording. Raises EngineUnavailable where the
         infrastructure failed all the runs, and no recorded run of their iteration or version.
@@ -185,8 +199,9 @@ class Rollouts:
         self._raise_lost()
         if not requests:
             return []
-        known = await self._known(requests, version)
-        agent = self._agent.override(model=version.id, temperature=temperature, recorder=None)
+        agent = self.at(version, temperature, prompt)
+        tag = agent.tags[-1] if prompt is not None else None
+        known = await self._known(requests, version, tag)
         groups: dict[tuple[str, str], AttemptGroup] = {}
         for item in requests if self._judges else ():
             groups.setdefault((item.scope, item.task.id), AttemptGroup()).size += 1
@@ -222,7 +237,7 @@ class Rollouts:
         known: Set[str],
     ) -> None:
         """Start runs in the background that a kill had cut off. Nobody waits for them."""
-        agent = self._agent.override(model=version.id, temperature=temperature, recorder=None)
+        agent = self.at(version, temperature)
         for item in requests:
             if (name := self.name(item)) not in known and name not in self._begun:
                 self._left.append(self._start(item, agent, version, {}))
@@ -257,12 +272,12 @@ class Rollouts:
         self._left = [each for each in self._left if not each.task.done()]
 
     async def _known(
-        self, requests: Sequence[RolloutRequest], version: Evaluated
+        self, requests: Sequence[RolloutRequest], version: Evaluated, tag: str | None = None
     ) -> dict[str, Run]:
         first, splits = requests[0], {item.task.split for item in requests}
         of = None if first.iteration is not None else version
         split = first.task.split if len(splits) == 1 else None
-        runs = await self.stored(split, iteration=first.iteration, version=of)
+        runs = await self.stored(split, iteration=first.iteration, version=of, tag=tag)
         return {run.id: run for run in runs}
 
     def _start(

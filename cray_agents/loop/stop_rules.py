@@ -19,7 +19,7 @@ class Budget(StrictRecord):
 
     Args:
         seconds: of time, over its finished iterations.
-        runs: training runs, and those on held-out and test tasks.
+        runs: training runs, trials of prompts, and those on held-out and test tasks.
         tokens: sampled in training runs.
         trainer_seconds: of its training jobs, by their own clock.
     """
@@ -33,7 +33,7 @@ class Budget(StrictRecord):
         """The limit that is used up, in words, if any."""
         used = {
             "seconds": sum(g.wall for g in done),
-            "runs": sum(g.runs + g.holdout_tasks + (g.test_tasks or 0) for g in done),
+            "runs": sum(g.runs + g.trials + g.holdout_tasks + (g.test_tasks or 0) for g in done),
             "tokens": sum(g.tokens for g in done),
             "trainer_seconds": sum(g.trainer_seconds for g in done),
         }
@@ -93,7 +93,8 @@ def check_learned_something(done: Sequence[Iteration]) -> None:
     A method that compares a task's attempts may go on once: the next attempts may differ more.
     """
     newest, before = done[-1], done[-2:-1]
-    if not newest.iteration or newest.dataset is not None:
+    made = newest.dataset is not None or newest.prompt is not None
+    if not newest.iteration or made or not METHODS[newest.method].runs:
         return
     cold = f" ({done[0].note})" if done[0].note else ""
     again = any(g.iteration and g.dataset is None for g in before)

@@ -9,7 +9,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -18,7 +18,7 @@ from cray_agents.errors import BadInput, Corrupt, CrayError, JobError, NotFound
 from cray_agents.platform.training_session import TrainingSession
 from cray_agents.platform.transport import Recording, Transport
 from cray_agents.queries import DatasetRecipe
-from cray_agents.records import ModelVersion, ProbeReport, Reward, Run
+from cray_agents.records import ModelVersion, ProbeReport, Prompt, Reward, Run
 from cray_agents.training_jobs import (
     DECIDED_BY_TRAINER,
     Hyperparameters,
@@ -322,9 +322,17 @@ class Platform:
         """Return the last lines of a job's log."""
         return await self._http.text(f"/jobs/{job_id}/logs", {"tail": tail})
 
-    async def register(self, name: str, checkpoint: str) -> ModelVersion:
-        """Make a checkpoint the next version of a name, or return its existing version."""
-        answer = await self._http.post(f"/models/{name}/versions", {"checkpoint": checkpoint})
+    async def register(
+        self, name: str, checkpoint: str, prompts: Mapping[str, Prompt] | None = None
+    ) -> ModelVersion:
+        """Make a checkpoint the next version of a name, or return its existing version.
+
+        `prompts`: what it has beside the weights, by agent; another prompt is another version.
+        """
+        body: dict[str, Any] = {"checkpoint": checkpoint}
+        if prompts:
+            body["prompts"] = {agent: one.model_dump(mode="json") for agent, one in prompts.items()}
+        answer = await self._http.post(f"/models/{name}/versions", body)
         return ModelVersion.model_validate(answer)
 
     async def versions(self, name: str) -> list[dict[str, Any]]:

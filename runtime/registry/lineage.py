@@ -9,9 +9,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from cray_agents.errors import Corrupt, NotFound
 from cray_agents.paths import Home
-from cray_agents.records import Manifest, ModelVersion, Record
+from cray_agents.records import Manifest, ModelVersion, Record, digest
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.registry import ModelEvent, Registry
@@ -24,6 +26,9 @@ OF_DATASET = ("method", "samples", "accepted_runs", "loop", "step", "versions")
 class Ancestry(Record):
     """A version with its parent and children. `parent` is None for weights not trained here.
 
+    The parent of a prompt is the first version of the same weights. `prompts`: the hashes of the
+    version's prompts, by agent.
+
     `about_dataset`: method, samples, accepted_runs, loop and step of the training set, and the
     versions that sampled it. `base`: the checkpoint that the version is an adapter
     over. `events`: the version's history, oldest first.
@@ -35,6 +40,7 @@ class Ancestry(Record):
     base: str | None = None
     created: float
     promoted: bool
+    prompts: dict[str, str] = Field(default_factory=dict)
     parent: str | None
     children: list[str]
     job: str | None
@@ -121,18 +127,32 @@ def _manifest(home: Home, version: ModelVersion) -> Manifest:
 
 
 def _parents(home: Home, known: dict[str, tuple[ModelVersion, Manifest]]) -> dict[str, str | None]:
-    """Return each version's parent: by the job's start checkpoint, else by the weights' hash."""
-    by_checkpoint: dict[str, str] = {}
+    """Return each version's parent: by the job's start checkpoint, else by the weights' hash.
+
+    Of the versions with these weights, it is one with the same prompts, else the first.
+    """
+    by_checkpoint: dict[tuple[str, str | None], str] = {}
     by_weights: dict[str | None, str] = {}
     for one, (version, _) in known.items():
-        by_checkpoint.setdefault(version.checkpoint, one)
+        by_checkpoint.setdefault((version.checkpoint, None), one)
+        by_checkpoint.setdefault((version.checkpoint, _prompts(version)), one)
         by_weights.setdefault(version.weights_sha256, one)
     parents: dict[str, str | None] = {}
-    for one, (_, manifest) in known.items():
+    for one, (version, manifest) in known.items():
         start = Path(_spec(home, manifest).get("parent", "")).name
-        parent = by_checkpoint.get(start) or by_weights.get(manifest.parent_sha256)
+        first = by_checkpoint[version.checkpoint, None]
+        parent = (
+            (first if first != one and version.prompts else None)
+            or by_checkpoint.get((start, _prompts(version)))
+            or by_checkpoint.get((start, None))
+            or by_weights.get(manifest.parent_sha256)
+        )
         parents[one] = None if parent == one else parent
     return parents
+
+
+def _prompts(version: ModelVersion) -> str:
+    return digest({agent: prompt.id for agent, prompt in version.prompts.items()})
 
 
 def _spec(home: Home, manifest: Manifest) -> dict[str, Any]:
@@ -177,6 +197,7 @@ def _describe(
         base=manifest.base,
         created=version.created,
         promoted=promoted == version,
+        prompts={agent: prompt.id for agent, prompt in version.prompts.items()},
         parent=parent,
         children=children,
         job=manifest.job,

@@ -27,7 +27,7 @@ from cray_agents.errors import AccessDenied, BadInput, CrayError, DiskFull, NotF
 from cray_agents.exact_json import dump_json
 from cray_agents.paths import Home
 from cray_agents.processes import python
-from cray_agents.records import Manifest, ModelVersion, Record, digest
+from cray_agents.records import Manifest, ModelVersion, Prompt, Record, digest
 from cray_agents.runtime.controller_lease import Term, unguarded
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.registry import checkpoints
@@ -209,8 +209,18 @@ class Registry:
                     return version.id
         return directory.name
 
-    def register(self, name: str, checkpoint_id: str, manifest: Manifest) -> ModelVersion:
-        """Return the name's version with these weights; create it if new. Raises BadInput."""
+    def register(
+        self,
+        name: str,
+        checkpoint_id: str,
+        manifest: Manifest,
+        prompts: Mapping[str, Prompt] | None = None,
+    ) -> ModelVersion:
+        """Return the name's version with these weights and prompts; create it if new.
+
+        Raises BadInput.
+        """
+        own = dict(prompts or {})
         if not NAME.fullmatch(name):
             raise BadInput(
                 f"{name!r} cannot name a model: use letters, digits, '.', '_' and '-'", param="name"
@@ -219,7 +229,7 @@ class Registry:
             versions = self._read(name).versions
             for version in versions.values():
                 same = version.weights_sha256 == manifest.weights_sha256
-                if same and version.checkpoint == checkpoint_id:
+                if same and version.checkpoint == checkpoint_id and version.prompts == own:
                     return version
             version = ModelVersion(
                 name=name,
@@ -227,6 +237,7 @@ class Registry:
                 checkpoint=checkpoint_id,
                 weights_sha256=manifest.weights_sha256,
                 job=manifest.job,
+                prompts=own,
             )
             if _create(self.home.models / name / f"{version.number}.json", version):
                 self._read(name)

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.platform.client import LEASE
-from cray_agents.records import ModelVersion, ProbeReport, Record
+from cray_agents.records import ModelVersion, ProbeReport, Prompt, Record
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of, may_name
@@ -84,6 +84,7 @@ class ShownVersion(Record):
     checkpoint: str
     weights_sha256: str
     job: str | None
+    prompts: dict[str, Prompt] = Field(default_factory=dict)
     created: float
     promoted: bool = False
 
@@ -95,9 +96,13 @@ class RunningCanary(ModelEvent):
 
 
 class Checkpoint(Fields):
-    """A checkpoint: an id, or a directory on the gateway's machine."""
+    """A checkpoint: an id, or a directory on the gateway's machine.
+
+    `prompts`: those that the version has beside these weights, by agent.
+    """
 
     checkpoint: str
+    prompts: dict[str, Prompt] = Field(default_factory=dict)
 
 
 class Leased(Fields):
@@ -203,13 +208,13 @@ async def list_versions(services: Current, name: ModelName) -> Response:
 async def register_version(
     services: Current, request: Request, name: ModelName, body: Checkpoint
 ) -> Response:
-    """Make a version of a checkpoint; the same weights are the same version.
+    """Make a version of a checkpoint; the same weights and prompts are the same version.
 
     `checkpoint`: an id, or a directory or a GGUF file on the gateway's machine.
     """
     registry, roots = services.registry, may_name(request, services.model_roots)
     imported = await asyncio.to_thread(registry.import_checkpoint, body.checkpoint, roots)
-    version = await asyncio.to_thread(registry.register, name, *imported)
+    version = await asyncio.to_thread(registry.register, name, *imported, body.prompts)
     if services.traces is not None and version.job is not None:
         events: list[Any] = []
         with suppress(Corrupt):

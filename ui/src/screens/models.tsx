@@ -113,7 +113,14 @@ function Row({ version, depth, chosen }: { version: Ancestry; depth: number; cho
           runs
         </ScreenLink>
       </span>
-      <span class="minor" />
+      <span class="minor">
+        {oneLine(
+          Object.values(version.prompts ?? {})
+            .map((hash) => `prompt ${hash}`)
+            .join(", "),
+          60,
+        )}
+      </span>
       <span class="minor">{time(version.created)}</span>
     </div>
   );
