@@ -43,6 +43,7 @@ from cray_agents.runtime.gateway.ownership import RunOwners
 from cray_agents.runtime.pool.published_replicas import FollowedPool
 from cray_agents.runtime.registry.canary import Canary
 from cray_agents.runtime.registry.registry import Registry
+from cray_agents.runtime.scans.text_scanners import Blocks
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.feedback import REWARD_LIMIT
 
@@ -241,6 +242,7 @@ class FurtherServices:
     reward_limit: float = REWARD_LIMIT
     run_headers: tuple[str, ...] = ()
     traces: "LiveTraces | None" = None
+    blocks: Blocks | None = None
     work: ClientWork = field(default_factory=ClientWork)
     metrics: Metrics = field(default_factory=Metrics)
     several_gateways: bool = field(default=True, init=False)

@@ -35,6 +35,7 @@ from cray_agents.runtime.gateway.version_switch import VersionSwitcher
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.published_replicas import publish
 from cray_agents.runtime.registry.registry import Registry
+from cray_agents.runtime.scans.text_scanners import Blocks
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.feedback import REWARD_LIMIT
 from cray_agents.runtime.telemetry.audit_log import AuditLog
@@ -65,6 +66,7 @@ class Services:
     lease: of the controller, which decides; None in tests of the gateway alone.
     work: what may take long for a client (http/client_work.py). exports: the processes under way.
     sign_ins: of browsers to the dashboard. prices: by which costs are counted.
+    blocks: what refuses requests and withholds answers, if that is asked for.
     tasks: those of the platform itself.
     """
 
@@ -95,6 +97,7 @@ class Services:
     exports: set[Process] = field(default_factory=set)
     sign_ins: SignIns = field(default_factory=SignIns)
     prices: PriceSettings = field(default_factory=PriceSettings)
+    blocks: Blocks | None = None
     several_gateways: bool = field(default=False, init=False)
     run_owners: RunOwners = field(init=False)
     idempotency_keys: IdempotencyKeys = field(init=False)

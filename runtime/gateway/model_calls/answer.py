@@ -102,6 +102,7 @@ async def answer_call(services: Services, request: Request, api: SamplingApi) ->
             keys, prefix = services.idempotency_keys, api.id_prefix
             entry = await keys.enter(prefix, call.exchange.id, call.fingerprint)
             if isinstance(entry, ReplayedAnswer):
+                await _check_blocks(call, call.messages_of(entry.body), answer=True)
                 return _replay(call, entry)
             call.in_flight, call.exchange.id = entry, entry.name
         response = await _answer(services, request, call)
@@ -168,6 +169,7 @@ async def _answer(services: Services, request: Request, call: Call) -> Response:
         record,
         on_end,
         services.keep_alive,
+        hold=call.blocks is not None and call.blocks.answers,
     )
     return EventStream(recorder, await recorder.first_piece(), headers)
 
@@ -304,6 +306,13 @@ async def _write(
     )
     end = partial(end_span, services, call, ticket, events[0], first=first)
     await asyncio.to_thread(end) if large else end()
+    await _check_blocks(call, [event.body["message"] for event in events], answer=True)
+
+
+async def _check_blocks(call: Call, messages: list[Message], *, answer: bool) -> None:
+    """Raise BadInput for messages that the operator's scanners block."""
+    if call.blocks is not None:
+        await asyncio.to_thread(call.blocks.check, messages, answer=answer)
 
 
 def _count_stream(services: Services, call: Call, ticket: Ticket, first_at: float) -> None:
@@ -376,6 +385,11 @@ async def _parse_call(
     exchange = EngineCall(
         api.path, body, call_request.key or new_id("x")[2:], size=size_of(request)
     )
+    caller = caller_of(request)
+    unblocked = caller.role is Role.admin and request.headers.get("x-block") == "off"
+    blocks = None if unblocked else services.blocks
+    if blocks is not None:
+        await asyncio.to_thread(blocks.check, call_request.messages, answer=False)
     known, conversation_hash = await _find_run(services, request, call_request)
     run_id = known.run_id if isinstance(known, Continuation) else known
     exchange.conversation = request.headers.get("x-session-id", "")[:TAG_LENGTH] or run_id
@@ -393,6 +407,7 @@ async def _parse_call(
         returns_samples=returns_samples,
         tags=_parse_tags(request),
         owner=owner_of(request),
+        blocks=blocks,
     )
 
 

@@ -24,6 +24,7 @@ from cray_agents.runtime.gateway.model_calls.idempotency import (
 from cray_agents.runtime.store.conversations import Continuation
 
 if TYPE_CHECKING:
+    from cray_agents.runtime.scans.text_scanners import Blocks
     from cray_agents.runtime.telemetry.live_traces import CallTrace
 
 LEAST_LOGPROB = -9999.0  # vLLM's own stand-in for minus infinity
@@ -42,7 +43,7 @@ class Call:
     carries the exact tokens, as `samples`. `conversation_hash` is set where the conversation leads
     to its run, and `continuation` where it found one; see store/conversations.py. `retry`: the
     client's library says that it repeats a request. `in_flight`: see idempotency.py. `owner`: see
-    ownership.py. `trace`: its span, if any are sent.
+    ownership.py. `trace`: its span, if any are sent. `blocks`: what may withhold its answer.
     """
 
     api: SamplingApi
@@ -60,6 +61,7 @@ class Call:
     tags: list[str] = field(default_factory=list)
     owner: str = ""
     trace: "CallTrace | None" = None
+    blocks: "Blocks | None" = None
     started: float = field(default_factory=time.time)
     clock: float = field(default_factory=time.perf_counter)
 
@@ -105,6 +107,12 @@ class Call:
     def answer_events(self, answer: Body, reply: bytes) -> list[Event]:
         """Return the events of a call that was answered in one piece."""
         return self._events(self.api.parse_answer(answer), [answer], None, reply)
+
+    def messages_of(self, reply: bytes) -> list[Message]:
+        """Return the assistant's messages of a whole answer, as the client reads it."""
+        if self.exchange.streams:
+            return self.api.parse_stream(_parse_data(reply), self.choices)
+        return self.api.parse_answer(orjson.loads(reply))
 
     def stream_events(self, stream: bytes, cut: str | None, end: End) -> list[Event]:
         """Return the events of a streamed call; `cut` is the reason if the stream broke off."""

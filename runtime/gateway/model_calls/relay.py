@@ -45,6 +45,7 @@ class StreamRecorder:
         record: takes the stream's events, the reason if it was cut off, and its bytes or its error.
         on_end: called once, whatever happens.
         keep_alive: seconds of silence after which a comment line is sent.
+        hold: send no event before all are recorded.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class StreamRecorder:
         record: Record,
         on_end: Callable[[], None],
         keep_alive: float,
+        *,
+        hold: bool = False,
     ) -> None:
         self._slot = slot
         self._pieces = pieces
@@ -70,6 +73,7 @@ class StreamRecorder:
         self._wake = asyncio.Event()
         self._on_end = on_end
         self._keep_alive = keep_alive
+        self._hold = hold
         self._quiet = True  # since the last beat
         self._timer = asyncio.get_running_loop().call_later(keep_alive, self._beat)
         self._task = start_task("recording of a stream", self._read())
@@ -158,7 +162,7 @@ class StreamRecorder:
                 if not self._seen:
                     self.first_at = time.perf_counter()
                 self._seen.append(piece)
-                if tail:
+                if tail or self._hold:
                     tail += piece
                 elif (at := self._find_end(piece)) < 0:
                     self._put(piece)
