@@ -42,7 +42,7 @@ def built_in_scanner(name: str, watch: WatchSettings | None = None) -> RewardFun
     @scanner(name=name)
     def look(run: Run) -> Verdict:
         sampled = found.roles == ASSISTANT
-        counts = found.count(sampled_texts(run) if sampled else prompt_texts(run, found.roles))
+        counts = found.found_in(sampled_texts(run) if sampled else prompt_texts(run, found.roles))
         comment = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
         return Verdict(counts.total(), comment or None)
 

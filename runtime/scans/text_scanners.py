@@ -43,7 +43,7 @@ class TextScanner(NamedTuple):
     find: TextScan
     roles: Sequence[str]
 
-    def count(self, texts: Iterable[str]) -> Counter[str]:
+    def found_in(self, texts: Iterable[str]) -> Counter[str]:
         """Return how often it found what in the texts."""
         return sum(map(self.find, texts), Counter[str]())
 
@@ -65,7 +65,7 @@ class Blocks:
             if (each.roles == ASSISTANT) != answer:
                 continue
             looked_at = (m for m in messages if m.get("role") in each.roles)
-            if each.count(text for message in looked_at for text in message_texts(message)):
+            if each.found_in(text for message in looked_at for text in message_texts(message)):
                 what = "this answer is withheld" if answer else "this request is not answered"
                 raise BadInput(
                     f"{what}: the operator's scanner {each.name} found something in it",
