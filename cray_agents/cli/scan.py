@@ -154,6 +154,9 @@ def scan(
     functions = [find_scanner(target, watch) for target in targets]
     hours = watch.hours if live else None
     scan_of_runs = RunScan(functions, chosen, share, again, dry_run, hours)
+    if live and (unknown := watch.alarms.keys() - scan_of_runs.names):
+        names = ", ".join(sorted(unknown))
+        raise BadInput(f"watch.alarms: {names} is not among its scanners", param="watch.alarms")
     alarms = Alarms(watch)
     while parent is None or alive(parent):
         report = asyncio.run(scan_of_runs.report())
@@ -205,6 +208,7 @@ class RunScan:
         self._functions = {str(scanner_name(function)): function for function in functions}
         if len(self._functions) < len(functions):
             raise BadInput("two scanners have the same name", param="scanner")
+        self.names = self._functions.keys()
         self._query = RunQuery(**chosen.model_dump(), order="id")
         self._config = settings()
         self._share, self._again, self._dry_run, self._hours = share, again, dry_run, hours
@@ -337,7 +341,7 @@ class Rates:
         """Count a run to which a scanner gave one of these tags, or none."""
         if (outcome := _outcome(tags, scanner)) is not None:
             day = datetime.fromtimestamp(facts.started, UTC).date().isoformat()
-            self._counts[scanner, facts.model, day][outcome] += 1
+            self._counts[scanner, facts.version, day][outcome] += 1
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each scanner, version and day, in this order."""

@@ -153,13 +153,16 @@ def test_the_watch_looks_at_live_runs_and_tells_rates(tmp_path: Path) -> None:
     assert (report["runs"], report["jailbreak"]["found"]) == (2, 1)
     row = next(row for row in report["rates"] if row["scanner"] == "jailbreak")
     assert (row["scanned"], row["found"], row["not_judged"], row["rate"]) == (2, 1, 0, 0.5)
-    assert row["version"] == "calc" and row["day"] == time.strftime("%Y-%m-%d", time.gmtime())
+    assert row["version"] == "calc@3" and row["day"] == time.strftime("%Y-%m-%d", time.gmtime())
     assert [alarm["scanner"] for alarm in report["alarms"]] == ["jailbreak"]
     again = watched(home, watch=watch)
     assert again["rates"] == report["rates"] and again["jailbreak"]["scanned"] == 0
     assert facts(home)["old"].tags == facts(home)["trained"].tags == ()
     done = cli("--home", home.root, "scan", cwd=tmp_path)
     refused(done, "no scanner is named", "[watch]")
+    watch = {"scanners": ["secrets"], "alarms": {"jailbrake": 0.1}}
+    done = cli("--home", home.root, "scan", cwd=tmp_path, CRAY_AGENTS_WATCH=json.dumps(watch))
+    refused(done, "watch.alarms: jailbrake is not among its scanners")
 
 
 async def test_a_run_that_goes_on_is_looked_at_again(tmp_path: Path) -> None:
@@ -292,7 +295,7 @@ def webhook(statuses: list[int]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 def rates(found: int, scanned: int) -> list[dict[str, Any]]:
     home_row: Any = RunFacts(*[None] * 29)  # type: ignore[arg-type]
-    row = home_row._replace(model="calc@7", started=0.0)
+    row = home_row._replace(models=("calc", "calc@7"), started=0.0)
     counted = Rates()
     for number in range(scanned):
         counted.add("x", row, ["scan:x" if number < found else "clear:x"])

@@ -229,7 +229,7 @@ async def give_reward(
     run = await asyncio.to_thread(check_feedback, services.store, run_id, body)
     reward = await give_feedback(services.store, run_id, body, caller.key_name)
     if is_finding(reward.source):
-        services.metrics.model_calls.scanned(reward.source, run.model, reward.value)
+        services.metrics.model_calls.scanned(reward.source, run.version, reward.value)
     await services.versions.live.note_reward(run_id)
     return json_response(reward)
 

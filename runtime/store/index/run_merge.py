@@ -56,6 +56,11 @@ class RunFacts(NamedTuple):
     owner: str
     given: tuple[GivenReward, ...] = ()
 
+    @property
+    def version(self) -> str:
+        """A version that answered, or the model that was asked if none is known."""
+        return next((model for model in reversed(self.models) if "@" in model), self.model)
+
 
 _REWARD = ("name", "source", "value", "time", "turn", "giver")
 _ABOUT = (  # the facts of a description, in this order
