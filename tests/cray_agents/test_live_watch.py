@@ -103,7 +103,7 @@ def test_small_packages_are_asked_for_by_name(
         with pytest.raises(SetupError, match=f"pip install {package}"):
             built_in_scanner(name)
         return
-    assert look(name, talk("hi", f"Well. {bad}"))[0] == 1
+    assert look(name, talk("hi", f"Hm. {bad}"))[0] == 1
     assert look(f"prompt-{name}", talk(bad, "I am sorry."))[0] == 1
     assert look(name, talk(bad, "The parcel comes on Monday. Thank you!"))[0] == 0
 
