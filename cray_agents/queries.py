@@ -139,6 +139,9 @@ class DatasetRecipe(StrictRecord):
     With `givers`, only rewards count that were given with API keys of these names or on the
     platform's host itself. With None all count.
 
+    Runs in which a scanner found something (tag `scan:NAME`) are left out, unless `with_findings`
+    is true or `where` asks for the tag.
+
     `router_replay` keeps the experts of each token where replicas recorded them, for training.
 
     With `balance_by` (a key of the tasks' metadata), a group of n samples weighs n**balance_power
@@ -175,4 +178,5 @@ class DatasetRecipe(StrictRecord):
     render: bool = False
     rewards: dict[str, float] | None = None
     givers: list[str] | None = None
+    with_findings: bool = False
     router_replay: bool = False

@@ -9,6 +9,7 @@ durations seconds.
 
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -283,6 +284,9 @@ class Reward(Record):
 
 SCAN = "scan:"  # begins the source of a scanner's finding, and the tag of a run with one
 CLEAR = "clear:"  # begins the tag of a run in which a scanner found nothing
+#: Begins the source that says that a judge gave no verdict on a run, and the tag of such a run.
+UNJUDGED = "unjudged:"
+OUTCOMES = (UNJUDGED, CLEAR, SCAN)  # of a scanner on a run; of several the last one counts
 EVALUATION = "evaluation"  # the tag of a run that measures, and is never trained on
 #: The tag of a run whose texts spell control tokens of its model, which vLLM made tokens of.
 CONTROL_TOKENS = "control-tokens"
@@ -290,22 +294,27 @@ CONTROL_TOKENS = "control-tokens"
 
 def is_finding(source: str) -> bool:
     """Tell whether a reward of this source is a scanner's finding, which no sum counts."""
-    return source.startswith(SCAN)
+    return source.startswith((SCAN, UNJUDGED))
 
 
-def scanned_tags(tags: Iterable[str], findings: Iterable[tuple[str, float]]) -> list[str]:
+def scanned_tags(
+    tags: Iterable[str], findings: Iterable[tuple[str, float, float]], ended: float = -math.inf
+) -> list[str]:
     """Return a run's tags, sorted, with those that its scanners' findings give it.
 
-    `findings` are (source, value). A run is tagged `scan:NAME` if the scanner NAME gave it or one
-    of its turns a number that is not 0, else `clear:NAME`. Nobody else can give such a tag.
+    `findings` are (source, value, time), `ended` is the time at which the run's last call ended. A
+    run is tagged `scan:NAME` if the scanner NAME gave it or one of its turns a number that is not
+    0, else `clear:NAME`, or `unjudged:NAME` if there was no verdict. A run that went on after the
+    last two has them no more: it is to be scanned again. Nobody else can give such a tag.
     """
-    has_findings: dict[str, bool] = {}
-    for source, value in findings:
-        has_findings[source] = has_findings.get(source, False) or value != 0
-    given = {
-        CLEAR + source[len(SCAN) :] if not has else source for source, has in has_findings.items()
-    }
-    return sorted({tag for tag in tags if not tag.startswith((SCAN, CLEAR))} | given)
+    outcomes: dict[str, str] = {}
+    for source, value, when in findings:
+        judged, name = source.startswith(SCAN), source.partition(":")[2]
+        outcome = UNJUDGED if not judged else SCAN if value else CLEAR
+        if outcome == SCAN or when >= ended:
+            outcomes[name] = max(outcomes.get(name, outcome), outcome, key=OUTCOMES.index)
+    others = {tag for tag in tags if not tag.startswith(OUTCOMES)}
+    return sorted(others | {kind + name for name, kind in outcomes.items()})
 
 
 # name, source, value, turn, giver, time

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from cray_agents.cli import app
 from cray_agents.config.job_section import JobContainer, JobSettings
-from cray_agents.config.settings import Config, PriceSettings
+from cray_agents.config.settings import Config, PriceSettings, WatchSettings
 from cray_agents.runtime.gateway.app import routes
 from cray_agents.runtime.gateway.http.routing import IN_RUN, TAGS, document
 
@@ -263,13 +263,14 @@ def settings() -> Iterator[str]:
         "overrides the file. [Operations](../operations.md#configure) says how to use them."
     )
     sections = {"Keys": Config, "[job]": JobSettings, "[job.container]": JobContainer}
-    for title, section in {**sections, "[prices]": PriceSettings}.items():
+    sections |= {"[prices]": PriceSettings, "[watch]": WatchSettings}
+    for title, section in sections.items():
         yield f"\n## {title}\n\n| key | type | default | meaning |\n|---|---|---|---|"
         hints = typing.get_type_hints(section)
         for name, field in section.model_fields.items():
             default = "" if field.is_required() else default_of(field)
             default = str(field.default) if name == "home" else default
-            kind = "section" if name in ("job", "prices", "container") else hints[name]
+            kind = "section" if name in ("job", "prices", "watch", "container") else hints[name]
             shown = (kind if isinstance(kind, str) else type_name(kind), default)
             yield row(code(name), *map(code, shown), prose(field.description or ""))
 

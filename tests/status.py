@@ -29,6 +29,7 @@ a loop that continues after kills | loop_kills | |
 a loop that improves prompts | loop_prompts | |
 evaluation without a loop | evaluation cray_agents/figures | |
 promotion test | cray_agents/promotion | |
+a watch over live traffic | cray_agents/live_watch runtime/blocks | |
 judges, also of whole groups | cray_agents/llm_judge rollouts | |
 training methods | trainers/methods/learning trainers/methods_in_layouts | training | train-1B
 master weights over iterations | trainers/master_weights | | session-small-rate

@@ -2,10 +2,14 @@
 
 import asyncio
 import hashlib
+import http.client
 import json
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+import urllib.request
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,11 +22,13 @@ from cray_agents.cli.user_files import find_function
 from cray_agents.cli.where import WhereOption, parse_where
 from cray_agents.engines.openai_engine import OpenAIEngine
 from cray_agents.errors import BadInput
+from cray_agents.processes import alive
 from cray_agents.queries import RunQuery
-from cray_agents.records import CLEAR, SCAN
+from cray_agents.records import CLEAR, OUTCOMES, SCAN, UNJUDGED, scanned_tags
 from cray_agents.server.platform_process import client, key, running
 
 if TYPE_CHECKING:
+    from cray_agents.config.settings import WatchSettings
     from cray_agents.platform.client import Platform
     from cray_agents.records import Reward, Run
     from cray_agents.rewards.reward import RewardFunction
@@ -30,7 +36,7 @@ if TYPE_CHECKING:
     from cray_agents.runtime.store.index import RunFacts
 
 SHOWN_FAILURES = 3
-
+POST_TIMEOUT = 10.0  # seconds that a webhook may take
 
 commands = Commands()
 
@@ -51,19 +57,23 @@ class BatchEngine(OpenAIEngine):
 
 def _yielding(request: dict[str, Any]) -> dict[str, Any]:
     headers = request.get("extra_headers") or {}
-    return {**request, "extra_headers": {**headers, "X-Priority": "batch"}}
+    # what a judge reads may be what is blocked
+    return {**request, "extra_headers": {**headers, "X-Priority": "batch", "X-Block": "off"}}
 
 
 @commands.command("scan")
 def scan(
     scanners: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
-            metavar="NAME...",
-            help="`secrets`, `pii`, or your own @scanner functions as FILE.py:NAME or MODULE:NAME;"
-            " or `memorisation NAME` and `drift NAME@N NAME@M`, which look at versions.",
+            metavar="[NAME...]",
+            help="`secrets`, `pii`, `toxicity`, `sentiment` (of answers; `prompt-secrets` and so on"
+            " of what users wrote), `jailbreak`, `policy`, `jailbreak-judge`, or your own @scanner"
+            " functions as FILE.py:NAME or MODULE:NAME; or `memorisation NAME` and `drift NAME@N"
+            " NAME@M`, which look at versions. None: the scanners of the section [watch], which"
+            " look at live runs alone.",
         ),
-    ],
+    ] = None,
     terms: WhereOption = None,
     share: Annotated[
         float, typer.Option(help="The share of the runs to scan, chosen by a hash of their ids.")
@@ -95,20 +105,31 @@ def scan(
         float,
         typer.Option(help="drift: the greatest probability of reporting one where there is none."),
     ] = 0.05,
+    parent: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Look for something in stored runs, and record what was found.
 
     A finding is a reward of source `scan:NAME`, which counts in no sum. A run with one gets the tag
-    `scan:NAME`, and a run in which nothing was found `clear:NAME`: filters, recipes of training
-    sets and canaries take these tags. A judge asks the platform that runs on this root, else that
+    `scan:NAME`, one in which nothing was found `clear:NAME`, and one on which a judge gave no
+    verdict `unjudged:NAME`: filters, recipes of training sets and canaries take these tags. Runs
+    with a finding stay out of training sets. The rates by version and day follow; the section
+    [watch] has alarms. A judge asks the platform that runs on this root, else that
     at $CRAY_AGENTS_URL, with requests that yield to all others.
 
     `memorisation NAME` shows how often a model's runs repeat its training sets. `drift NAME@N
     NAME@M` compares the habits of two versions; the exit code is 1 if one has drifted. These two
     record nothing.
     """
-    name, *versions = scanners
+    config = settings()
+    watch, live = config.watch, not scanners
+    name, *versions = targets = scanners or watch.scanners or [""]
     chosen = parse_where(terms)
+    if not name:
+        raise BadInput(
+            "no scanner is named: give one, as in `cray-agents scan secrets`, or those of a watch "
+            "as `scanners` in the section [watch] of cray-agents.toml",
+            param="scanner",
+        )
     if name in ("drift", "memorisation"):
         if share != 1 or again or every is not None or dry_run:
             raise BadInput(
@@ -130,27 +151,33 @@ def scan(
         return
     if not 0 < share <= 1:
         raise BadInput(f"--share {share:g}: give a share above 0, up to 1", param="share")
-    functions = [find_scanner(target) for target in scanners]
-    scan_of_runs = RunScan(functions, chosen, share, again, dry_run)
-    while True:
+    functions = [find_scanner(target, watch) for target in targets]
+    hours = watch.hours if live else None
+    scan_of_runs = RunScan(functions, chosen, share, again, dry_run, hours)
+    if live and (unknown := watch.alarms.keys() - scan_of_runs.names):
+        names = ", ".join(sorted(unknown))
+        raise BadInput(f"watch.alarms: {names} is not among its scanners", param="watch.alarms")
+    alarms = Alarms(watch)
+    while parent is None or alive(parent):
         report = asyncio.run(scan_of_runs.report())
+        report["alarms"] = [] if dry_run else alarms.send(report["rates"])
         if given().json:
             print(json.dumps(report, indent=None if every else 2), flush=True)
         else:
-            _print(report, dry_run)
+            _print(report, dry_run, quiet=parent is not None)
         if every is None:
             return
         time.sleep(every)
 
 
-def find_scanner(target: str) -> "RewardFunction":
+def find_scanner(target: str, watch: "WatchSettings | None" = None) -> "RewardFunction":
     """Return the scanner of a built-in's name, FILE.py:NAME or MODULE:NAME. Raises BadInput."""
     from cray_agents.rewards.scanner import scanner_name
 
     if ":" not in target:
         from cray_agents.runtime.scans.built_in_scanners import built_in_scanner
 
-        return built_in_scanner(target)
+        return built_in_scanner(target, watch)
     function: RewardFunction = find_function(target, "scanner")
     if scanner_name(function) is None:
         raise BadInput(
@@ -162,7 +189,10 @@ def find_scanner(target: str) -> "RewardFunction":
 
 
 class RunScan:
-    """A scan of the runs that match a filter. `report` does it once, and can be called again."""
+    """A scan of the runs that match a filter. `report` does it once, and can be called again.
+
+    `hours`: only live runs that began in the last so many hours; None: all runs.
+    """
 
     def __init__(
         self,
@@ -171,15 +201,17 @@ class RunScan:
         share: float,
         again: bool,
         dry_run: bool,
+        hours: float | None = None,
     ) -> None:
         from cray_agents.rewards.scanner import scanner_name
 
         self._functions = {str(scanner_name(function)): function for function in functions}
         if len(self._functions) < len(functions):
             raise BadInput("two scanners have the same name", param="scanner")
+        self.names = self._functions.keys()
         self._query = RunQuery(**chosen.model_dump(), order="id")
         self._config = settings()
-        self._share, self._again, self._dry_run = share, again, dry_run
+        self._share, self._again, self._dry_run, self._hours = share, again, dry_run, hours
 
     async def report(self) -> dict[str, Any]:
         """Scan, record the findings, and return the counts of each scanner."""
@@ -191,32 +223,44 @@ class RunScan:
             name: {"scanner": name, "scanned": 0, "found": 0, "failed": 0, "failures": []}
             for name in functions
         }
-        runs = left = 0
+        runs, rates = 0, Rates()
         store = make_store(self._config)
         try:
             for some in chunks(self._chosen(store)):
+                read_at = time.time()  # what comes later is looked at the next time
                 missing_of = {facts.run_id: self._missing(facts) for facts in some}
                 stored = list(
                     store.runs_by_id(name for name, missing in missing_of.items() if missing)
                 )
                 runs += len(some)
-                left += sum(run.redacted != [] for run in stored)
                 by_run = await asyncio.gather(
                     *(
                         self._scan(
                             run, {name: functions[name] for name in missing_of[run.id]}, counts
                         )
                         for run in stored
-                        if not run.redacted
                     )
                 )
+                findings = [
+                    (run_id, finding.model_copy(update={"time": read_at}))
+                    for one in by_run
+                    for run_id, finding in one
+                ]
                 if not self._dry_run:
-                    await self._record(store, platform, [each for one in by_run for each in one])
+                    await self._record(store, platform, findings)
+                fresh: defaultdict[str, list[tuple[str, float, float]]] = defaultdict(list)
+                for run_id, each in findings:
+                    fresh[run_id].append((each.source, each.value, each.time))
+                for facts in some:
+                    tags = scanned_tags((), fresh[facts.run_id])
+                    for name in functions:
+                        looked = name in missing_of[facts.run_id]
+                        rates.add(name, facts, tags if looked else facts.tags)
         finally:
             await store.close()
             if platform is not None:
                 await platform.close()
-        return {"runs": runs, "redacted": left, "scanners": list(counts.values())}
+        return {"runs": runs, "scanners": list(counts.values()), "rates": rates.rows()}
 
     def _with_engine(self, engine: BatchEngine) -> "dict[str, RewardFunction]":
         from cray_agents.rewards.llm_judge import bind_engine
@@ -225,16 +269,20 @@ class RunScan:
         return dict(zip(self._functions, bound, strict=True))
 
     def _chosen(self, store: "Store") -> "Iterator[RunFacts]":
-        for facts in store.facts(self._query):
+        query, live = self._query, self._hours is not None
+        if self._hours is not None:
+            since = max(query.since or 0.0, time.time() - 3600 * self._hours)
+            query = query.model_copy(update={"since": since})
+        for facts in store.facts(query):
+            if live and (facts.loop is not None or facts.imported is not None):
+                continue
             if _fraction(facts.run_id) < self._share and "judge" not in facts.tags:
                 yield facts
 
     def _missing(self, facts: "RunFacts") -> list[str]:
         """Return the names of the scanners that have to look at a run."""
         return [
-            name
-            for name in self._functions
-            if self._again or not {SCAN + name, CLEAR + name} & set(facts.tags)
+            name for name in self._functions if self._again or _outcome(facts.tags, name) is None
         ]
 
     async def _scan(
@@ -273,6 +321,7 @@ class RunScan:
                         who=each.source,
                         turn=each.turn,
                         comment=each.comment,
+                        time=each.time,
                     )
                     for run_id, each in given
                 )
@@ -282,19 +331,93 @@ class RunScan:
             await store.append([reward_event(*one) for one in given], new=True)
 
 
+class Rates:
+    """How often scanners found something, by version and day (UTC) of the runs."""
+
+    def __init__(self) -> None:
+        self._counts: defaultdict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
+
+    def add(self, scanner: str, facts: "RunFacts", tags: Iterable[str]) -> None:
+        """Count a run to which a scanner gave one of these tags, or none."""
+        if (outcome := _outcome(tags, scanner)) is not None:
+            day = datetime.fromtimestamp(facts.started, UTC).date().isoformat()
+            self._counts[scanner, facts.version, day][outcome] += 1
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each scanner, version and day, in this order."""
+        from cray_agents.runtime.scans.memorisation import wilson_interval
+
+        rows = []
+        for (name, version, day), counts in sorted(self._counts.items()):
+            found, judged = counts[SCAN], counts[SCAN] + counts[CLEAR]
+            about = {"scanner": name, "version": version, "day": day, "scanned": judged}
+            rate = {"found": found, "not_judged": counts[UNJUDGED], "rate": found / (judged or 1)}
+            rows.append(about | rate | {"interval": wilson_interval(found, judged)})
+        return rows
+
+
+class Alarms:
+    """Alarms of scanners whose rate is above its limit, each once for a version and day.
+
+    The rate must be above with a confidence of 97.5 %, so that one run of two is no alarm. One that
+    the webhook did not take is sent again at the next look.
+    """
+
+    def __init__(self, watch: "WatchSettings") -> None:
+        self._limits, self._webhook = watch.alarms, watch.webhook
+        self._sent: set[tuple[str, str, str]] = set()
+
+    def send(self, rates: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Send what is new, and return it. `error`: why it could not be sent."""
+        alarms = []
+        for row in rates:
+            key = (row["scanner"], row["version"], row["day"])
+            limit = self._limits.get(row["scanner"])
+            low = row["interval"][0] if row["interval"] else 0.0
+            if limit is None or low <= limit or key in self._sent:
+                continue
+            text = "{scanner} found something in {found} of {scanned} runs of {version} on {day}"
+            alarm = {**row, "limit": limit, "text": f"{text.format(**row)}: above {limit:.1%}"}
+            error = None if self._webhook is None else _post(self._webhook, alarm)
+            if error is None:
+                self._sent.add(key)
+            alarms.append(alarm | {"error": error})
+        return alarms
+
+
+def _post(url: str, alarm: Mapping[str, Any]) -> str | None:
+    """Send an alarm as JSON; return why that failed, if it did."""
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(alarm).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=POST_TIMEOUT):
+            return None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return f"the webhook {url} did not take it: {error}"
+
+
+def _outcome(tags: Iterable[str], scanner: str) -> str | None:
+    """Return the beginning of the tag that a scanner gave a run, if it did."""
+    return next((kind for kind in OUTCOMES if kind + scanner in tags), None)
+
+
 def _fraction(run_id: str) -> float:
     """Return a number in [0, 1) that is always the same for a run."""
     return int.from_bytes(hashlib.blake2b(run_id.encode(), digest_size=8).digest()) / 2**64
 
 
-def _print(report: dict[str, Any], dry_run: bool) -> None:
-    show(report["scanners"], ["scanner", "scanned", "found", "failed"])
-    recorded = "would be recorded" if dry_run else "are recorded"
-    say(f"{report['runs']} runs; the findings {recorded}")
-    if report["redacted"]:
-        say(f"  {report['redacted']} runs left out: redacted")
+def _print(report: dict[str, Any], dry_run: bool, *, quiet: bool) -> None:
+    """Print a report. `quiet`: only what went wrong, and alarms."""
+    if not quiet:
+        show(report["scanners"], ["scanner", "scanned", "found", "failed"])
+        recorded = "would be recorded" if dry_run else "are recorded"
+        say(f"{report['runs']} runs; the findings {recorded}")
+        columns = ["scanner", "version", "day", "scanned", "found", "not_judged", "rate"]
+        show([row | {"rate": f"{row['rate']:.1%}"} for row in report["rates"]], columns)
+    for alarm in report["alarms"]:
+        say(f"  alarm: {alarm['text']}" + (f" ({alarm['error']})" if alarm["error"] else ""))
     for row in report["scanners"]:
         for failure in row["failures"]:
             say(f"  failed: {failure}")
-        if row["found"]:
+        if row["found"] and not quiet:
             say(f"  cray-agents runs list --where tag={SCAN}{row['scanner']}")

@@ -90,6 +90,33 @@ Endpoint = Annotated[
 ]
 
 
+# ---- The section `[watch]`: scanners of live traffic. Read by cli/scan.py and the gateways
+class WatchSettings(BaseModel):
+    """The section `[watch]`: scanners that look at live runs, what they block, and alarms."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    scanners: list[str] = Field(
+        default_factory=list, description="scanners by name, or FILE.py:NAME; none: no watch"
+    )
+    block: list[str] = Field(
+        default_factory=list,
+        description="scanners of texts that refuse requests and withhold answers; none: only watch",
+    )
+    judge: str | None = Field(
+        None, description="model that judges for `policy` and `jailbreak-judge`, as guard@1"
+    )
+    policy: Path | None = Field(None, description="file with your policy for answers")
+    every: float = Field(30, ge=1, description="seconds between two looks at new runs")
+    hours: float = Field(48, gt=0, description="age of a run up to which it is looked at")
+    alarms: dict[str, Annotated[float, Field(ge=0, lt=1)]] = Field(
+        default_factory=dict,
+        description="share of a version's runs of a day from which a scanner's findings are an "
+        "alarm, as {jailbreak = 0.05}",
+    )
+    webhook: Endpoint | None = Field(None, description="URL that alarms are posted to, as JSON")
+
+
 class Config(BaseModel):
     """Every setting of a platform, with its default."""
 
@@ -184,6 +211,10 @@ class Config(BaseModel):
     prices: PriceSettings = Field(
         default_factory=PriceSettings,
         description="the section [prices]: what devices and energy cost",
+    )
+    watch: WatchSettings = Field(
+        default_factory=WatchSettings,
+        description="the section [watch]: scanners of live traffic",
     )
     spare_replicas: int = Field(
         1,
@@ -490,6 +521,7 @@ _JSON_EXAMPLES = {
     "redact_patterns": '{"name": "pattern"}',
     "job": '{"modules": ["cuda/12"]}',
     "prices": '{"gpu_hour": {"h100": 2.5}}',
+    "watch": '{"scanners": ["jailbreak"]}',
 }
 
 
@@ -511,14 +543,15 @@ def _parse_variable(key: str, value: str) -> Any:
 
 
 def _check_sections(values: dict[str, Any]) -> None:
-    """Check the keys of the sections `[job]`, `[job.container]`, `[prices]`. Raises ConfigError."""
+    """Check the keys of the sections, such as `[job]`, `[job.container]`. Raises ConfigError."""
     job = values.get("job")
     if isinstance(job, dict):
         _check_keys(job, "[job]", known=JobSettings)
         if isinstance(job.get("container"), dict):
             _check_keys(job["container"], "[job.container]", known=JobContainer)
-    if isinstance(prices := values.get("prices"), dict):
-        _check_keys(prices, "[prices]", known=PriceSettings)
+    for name, section in (("prices", PriceSettings), ("watch", WatchSettings)):
+        if isinstance(given := values.get(name), dict):
+            _check_keys(given, f"[{name}]", known=section)
 
 
 def _check_keys(

@@ -178,14 +178,17 @@ class Platform:
         who: str = "human",
         turn: int | None = None,
         comment: str | None = None,
+        time: float | None = None,
     ) -> Reward:
         """Reward a stored run, or one of its turns. It replaces an earlier reward by `who`.
 
+        `time`: when the run was looked at, in unix seconds; default: now.
         Raises NotFound, or BadInput if there is no such turn or the value is not finite.
         """
         if not math.isfinite(value):
             raise BadInput(f"{value} is no reward: give a finite number", param="value")
         body = {"value": value, "name": name, "source": who, "turn": turn, "comment": comment}
+        body |= {} if time is None else {"time": time}
         return Reward.model_validate(await self._http.post(f"/trajectories/{run_id}/rewards", body))
 
     async def runs(self, *, page: int = 1000, **filters: Any) -> AsyncIterator[Run]:

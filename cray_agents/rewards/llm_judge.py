@@ -31,6 +31,7 @@ from cray_agents.rewards.reward import RewardFunction, RewardOptions, name_of
 
 Rubric = str | Callable[[Run], str | Awaitable[str]]
 
+NO_VERDICT = "no_verdict"  # code of the RewardError of a judge that answered without one
 TIMEOUT = 120.0  # seconds, for all votes together
 MAX_TOKENS = 1024  # in a verdict
 INSTRUCTIONS = """\
@@ -71,18 +72,23 @@ class LLMJudge:
     temperature: float
     max_tokens: int
     __reward_options__: RewardOptions
+    below: float | None = None
 
     def __repr__(self) -> str:
         rubric = self.rubric if isinstance(self.rubric, str) else "a function"
         return f"judge({rubric!r}, model={self.model!r}, scale={self.scale}, votes={self.votes})"
 
     async def __call__(self, run: Run) -> float:
-        """Return the mean of the votes on a run. Raises RewardError if a vote fails."""
+        """Return the mean of the votes on a run, or whether it is `below`.
+
+        Raises RewardError if a vote fails.
+        """
         rubric: Any = self.rubric
         if not isinstance(rubric, str):
             rubric = await user_code.call(functools.partial(rubric, run), None)
         votes = [self._vote(run, rubric, number) for number in range(self.votes)]
-        return math.fsum(await asyncio.gather(*votes)) / self.votes
+        mean = math.fsum(await asyncio.gather(*votes)) / self.votes
+        return mean if self.below is None else float(mean < self.below)
 
     async def _vote(self, run: Run, rubric: str, number: int) -> float:
         low, high = self.scale
@@ -135,7 +141,9 @@ class LLMJudge:
             await record(verdict)
         if verdict.error is not None or verdict.output is None:
             why = verdict.error.message if verdict.error else str(verdict.stop_reason)
-            raise RewardError(f"{self.model} gave no verdict (run {verdict.id}): {why}")
+            raise RewardError(
+                f"{self.model} gave no verdict (run {verdict.id}): {why}", code=NO_VERDICT
+            )
         return verdict.output
 
 
@@ -249,6 +257,7 @@ def judge(
     temperature: float | None = None,
     max_tokens: int = MAX_TOKENS,
     timeout: float | None = TIMEOUT,
+    below: float | None = None,
 ) -> LLMJudge:
     """Make a reward of a model's judgement. An answer without a verdict is a RewardError, never 0.
 
@@ -269,6 +278,8 @@ def judge(
         temperature: default: 0 for one vote, 1 for several.
         max_tokens: limit of a verdict.
         timeout: seconds, for all votes.
+        below: of a scanner, as in `scanner(judge(...), name="rude")`: the score below which
+            something was found. None: any score but 0 is a finding.
 
     Raises BadInput.
     """
@@ -286,7 +297,7 @@ def judge(
         )
     options = RewardOptions(weight, name, timeout, source="judge")
     return LLMJudge(
-        rubric, model, scale, votes, engine, transcript, temperature, max_tokens, options
+        rubric, model, scale, votes, engine, transcript, temperature, max_tokens, options, below
     )
 
 

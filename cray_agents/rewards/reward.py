@@ -207,7 +207,7 @@ async def call_reward(run: Run, function: RewardFunction) -> tuple[list[Reward],
     except user_code.UserCodeTimeout:
         raise RewardError(f"reward {name} took more than {options.timeout:g} s") from None
     except RewardError as error:
-        raise RewardError(f"reward {name} failed: {error}") from error
+        raise RewardError(f"reward {name} failed: {error}", code=error.code) from error
     except Exception as error:
         raise RewardError(f"reward {name} failed: {type(error).__name__}: {error}") from error
     by_turn = _by_turn(values, name, len(run.trajectory.turns))

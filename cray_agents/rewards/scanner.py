@@ -5,8 +5,9 @@
         return str(run.output).startswith("I cannot")
 
 A finding is recorded as a reward of source `scan:NAME`, which counts in no sum. A run with one has
-the tag `scan:NAME`, and one in which nothing was found `clear:NAME`. Filters, recipes and canaries
-use these tags. Called by `cray-agents scan`. Read next: reward.py, whose functions are alike.
+the tag `scan:NAME`, one in which nothing was found `clear:NAME`, and one on which a judge gave no
+verdict `unjudged:NAME`. Filters, recipes and canaries use these tags. Called by `cray-agents scan`.
+Read next: reward.py, whose functions are alike.
 """
 
 import re
@@ -15,11 +16,12 @@ from dataclasses import replace
 from typing import Any, TypeVar, overload
 
 from cray_agents.errors import BadInput, RewardError
-from cray_agents.records import SCAN, Reward, Run
-from cray_agents.rewards.llm_judge import GroupJudge, LLMJudge
+from cray_agents.records import SCAN, UNJUDGED, Reward, Run
+from cray_agents.rewards.llm_judge import NO_VERDICT, GroupJudge, LLMJudge
 from cray_agents.rewards.reward import TIMEOUT, RewardFunction, RewardOptions, call_reward
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+LONGEST_COMMENT = 500  # characters of why there is no verdict
 S = TypeVar("S", bound=RewardFunction)
 
 
@@ -80,7 +82,8 @@ def scanner_name(function: RewardFunction) -> str | None:
 async def scan(run: Run, scanners: Sequence[RewardFunction]) -> tuple[list[Reward], list[str]]:
     """Return the findings of scanners in a run, and the messages of those that failed.
 
-    A finding of 0 says that the scanner looked and found nothing.
+    A finding of 0 says that the scanner looked and found nothing. One of source `unjudged:NAME`
+    says that its judge answered without a verdict; the same question would have the same answer.
     """
     findings: list[Reward] = []
     failures = []
@@ -89,4 +92,7 @@ async def scan(run: Run, scanners: Sequence[RewardFunction]) -> tuple[list[Rewar
             findings += (await call_reward(run, function))[0]
         except RewardError as error:
             failures.append(str(error))
+            if error.code == NO_VERDICT and (name := scanner_name(function)) is not None:
+                why = str(error)[:LONGEST_COMMENT]
+                findings.append(Reward(name=name, value=0, source=UNJUDGED + name, comment=why))
     return findings, failures

@@ -69,7 +69,9 @@ from cray_agents.server.gateway_parts import (
     GC,
     SWITCH,
     admitted_each,
+    blocks_of,
     check_access,
+    check_watch,
     live_traces,
     make_server,
     open_store,
@@ -210,6 +212,7 @@ async def run(
     sys.setswitchinterval(SWITCH)
     gc.set_threshold(*GC)
     home = config.root
+    check_watch(config)
     store = await open_store(config)
     shares = GatewayShares()
     services = Services(
@@ -231,6 +234,7 @@ async def run(
         run_headers=tuple(config.run_headers),
         prices=config.prices,
         traces=live_traces(config),
+        blocks=blocks_of(config),
         admission=make_admission(config, pool, registry, shares, scales=rule is not None),
         shares=shares,
         metrics=Metrics(f"{socket.gethostname()}:{os.getpid()}" if config.gateways > 1 else ""),
@@ -241,6 +245,8 @@ async def run(
     starting = asyncio.create_task(start_pool(pool, home, version, rule))
     keep = services.tasks.keep
     keep("batch worker", partial(run_worker, home, address(listener), key=lease.token))
+    if config.watch.scanners:
+        keep("watch", partial(run_watch, home, config.watch.every, key=lease.token))
     keep("upkeep of the store", partial(keep_up, store))
     for tracker in config.trackers:
         keep("tracker", partial(follow, home, tracker), tracker)
@@ -545,6 +551,14 @@ async def run_worker(home: Home, url: str, *, key: str | None = None) -> None:
     argv += ["--parent", str(os.getpid())]
     secret = {"CRAY_AGENTS_API_KEY": key} if key else {}
     await _run(argv, home.logs / "batch-worker.log", WORKER_STOP, secret)
+
+
+async def run_watch(home: Home, every: float, *, key: str | None = None) -> None:
+    """Run the scanners of the section [watch]: `key` as of `run_worker`. Raises SetupError."""
+    argv = python("-m", "cray_agents", "--home", str(home.root), "scan", "--every", str(every))
+    argv += ["--parent", str(os.getpid())]
+    secret = {"CRAY_AGENTS_API_KEY": key} if key else {}
+    await _run(argv, home.logs / "watch.log", WORKER_STOP, secret)
 
 
 async def run_gateway(config: Config, port: int, number: int) -> None:

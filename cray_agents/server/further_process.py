@@ -39,6 +39,7 @@ from cray_agents.server.gateway_parts import (
     GC,
     SWITCH,
     admitted_each,
+    blocks_of,
     check_access,
     live_traces,
     make_server,
@@ -137,6 +138,7 @@ def further_services(config: Config, link: ControllerLink, store: Store) -> Furt
         reward_limit=config.reward_limit,
         run_headers=tuple(config.run_headers),
         traces=live_traces(config),
+        blocks=blocks_of(config),
         metrics=Metrics(gateway=name),
     )
 

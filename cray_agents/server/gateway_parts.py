@@ -14,6 +14,7 @@ from cray_agents.runtime.gateway.http.api_keys import Keys
 from cray_agents.runtime.gateway.http.auth import is_loopback
 from cray_agents.runtime.gateway.http.protocol import protocol
 from cray_agents.runtime.pool.published_replicas import ServingLimits
+from cray_agents.runtime.scans.text_scanners import Blocks
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.redaction import Redactor
 from cray_agents.server.root_claim import say
@@ -68,6 +69,23 @@ def live_traces(config: Config) -> "LiveTraces | None":
             f"opentelemetry-exporter-otlp-proto-http ({error})"
         ) from error
     return LiveTraces(config.otlp_endpoint, config.otlp_content)
+
+
+def check_watch(config: Config) -> None:
+    """Raise BadInput or SetupError for a scanner of the watch that cannot be used.
+
+    It is told at the start, not in the log of the process that scans.
+    """
+    from cray_agents.runtime.scans.built_in_scanners import built_in_scanner  # slow to import
+
+    for name in config.watch.scanners:
+        if ":" not in name:
+            built_in_scanner(name, config.watch)
+
+
+def blocks_of(config: Config) -> Blocks | None:
+    """Return the scanners that block, if any are named. Raises BadInput, SetupError."""
+    return Blocks(config.watch.block) if config.watch.block else None
 
 
 def admitted_each(limits: Config | ServingLimits) -> int:

@@ -31,6 +31,7 @@ REASONS = {
     "corrupt": "its record is damaged",
     "duplicate": "its tokens are those of an earlier sample",
     "empty": "nothing was sampled",
+    "finding": "a scanner found something in it",
     "held_out": "its task is kept to judge by",
     "imported": "it was not recorded here, has no tokens, and was not to be rendered",
     "infrastructure_error": "the platform failed it, not the model",

@@ -135,6 +135,8 @@ def defining_fields(recipe: DatasetRecipe) -> dict[str, Any]:
     fields["generations"] = recipe.iterations and sorted(set(recipe.iterations))
     if not recipe.router_replay:
         del fields["router_replay"]
+    if not recipe.with_findings:
+        del fields["with_findings"]
     if recipe.discount == 1.0:
         del fields["discount"]
     # a missing key means `population`: so datasets older than this field keep their names

@@ -16,6 +16,7 @@ from cray_agents.queries import DatasetRecipe, Deviation
 from cray_agents.records import (
     CONTROL_TOKENS,
     EVALUATION,
+    SCAN,
     UNSCORED,
     ModelCall,
     Run,
@@ -118,6 +119,8 @@ class Selection:
             candidate.refuse("held_out", facts.split)
         elif EVALUATION in facts.tags:
             candidate.refuse("held_out", EVALUATION)
+        elif findings := self._findings(facts):
+            candidate.refuse("finding", ", ".join(findings))
         elif facts.infrastructure:
             candidate.refuse("infrastructure_error", facts.error)
         elif rewarding and facts.error == UNSCORED:
@@ -137,6 +140,12 @@ class Selection:
             candidate.scored = True
             self._judge_scored(candidate)
         return candidate
+
+    def _findings(self, facts: RunFacts) -> list[str]:
+        """Return the scanners that found something, unless the recipe takes such runs."""
+        asked = self.recipe.where.tags if self.recipe.where is not None else ()
+        found = [tag for tag in facts.tags if tag.startswith(SCAN) and tag not in asked]
+        return [] if self.recipe.with_findings else [tag[len(SCAN) :] for tag in found]
 
     def _with_givers(self, facts: RunFacts) -> RunFacts:
         """Return the facts with only the rewards from givers that the recipe names."""

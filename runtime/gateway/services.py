@@ -34,6 +34,7 @@ from cray_agents.runtime.gateway.tinker.training_runs import TinkerFiles
 from cray_agents.runtime.gateway.version_switch import VersionSwitcher
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry.registry import Registry
+from cray_agents.runtime.scans.text_scanners import Blocks
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.feedback import REWARD_LIMIT
 from cray_agents.runtime.telemetry.audit_log import AuditLog
@@ -54,6 +55,7 @@ class CallServices:
     body_timeout: seconds that a request's body may stand still. reward_limit: the largest reward.
     run_headers: headers that name a request's run, beside X-Run-Id. traces: sends spans of calls,
     runs and jobs; None: none. work: what may take long for a client (http/client_work.py).
+    blocks: what refuses requests and withholds answers, if that is asked for.
     several_gateways: whether others record to the same store. tasks: those of the platform itself.
     """
 
@@ -68,6 +70,7 @@ class CallServices:
     reward_limit: float = REWARD_LIMIT
     run_headers: tuple[str, ...] = ()
     traces: "LiveTraces | None" = None
+    blocks: Blocks | None = None
     work: ClientWork = field(default_factory=ClientWork)
     metrics: Metrics = field(default_factory=Metrics)
 

@@ -1,10 +1,11 @@
-"""Scans of what models wrote: secrets and personal data, drift, memorisation.
+"""Scans of what models wrote and read: secrets, jailbreaks and others, drift, memorisation.
 
-`sampled_texts` gives the texts of a run that its model wrote, and nothing that it only read.
+`sampled_texts` gives the texts of a run that its model wrote, and nothing that it only read;
+`prompt_texts` those of its users, and of its tools if asked.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from cray_agents.records import Run
@@ -22,8 +23,16 @@ def sampled_texts(run: Run) -> Iterator[str]:
         yield from message_texts(message)
 
 
+def prompt_texts(run: Run, roles: Collection[str] = ("user",)) -> Iterator[str]:
+    """Yield the texts of a run's messages of these roles, each once, in order."""
+    conversations = [call.messages for call in run.calls] or [run.trajectory.messages]
+    messages = [each for conversation in conversations for each in conversation]
+    texts = (text for each in messages if each.get("role") in roles for text in message_texts(each))
+    yield from dict.fromkeys(texts if messages else filter(None, [run.input]))
+
+
 def message_texts(message: Any) -> Iterator[str]:
-    """Yield the texts of an assistant's message that are not empty."""
+    """Yield the texts of a message that are not empty, and an assistant's arguments of calls."""
     for field in ("content", "reasoning", "reasoning_content"):
         value = message.get(field)
         items = value if isinstance(value, list) else [value]

@@ -9,6 +9,7 @@ the Run: `choose_turns` picks the calls that the client continued from. Called b
 runtime/datasets/selection.py to group choices that stayed ambiguous.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
@@ -47,12 +48,14 @@ def assemble(
     ]
     given = newest_rewards([*run.rewards, *map(Reward.model_validate, rewards)])
     tags = {*run.tags, *(tag for call in known.values() for tag in call.tags)}
-    findings = [(r.source, r.value) for r in given if is_finding(r.source)]
+    findings = [(r.source, r.value, r.time) for r in given if is_finding(r.source)]
+    last = max(known.values(), key=lambda call: (call.started, call.id), default=None)
+    ended = -math.inf if last is None else last.started + last.seconds
     joined = [turn.model_copy(update={"call": known.get(turn.call_id)}) for turn in turns]
     return run.model_copy(
         update={
             "rewards": given,
-            "tags": scanned_tags(tags, findings),
+            "tags": scanned_tags(tags, findings, ended),
             "trajectory": run.trajectory.model_copy(update={"turns": joined}),
         }
     )

@@ -21,13 +21,17 @@ CLOCK_SKEW = 300.0  # seconds by which another clock may be ahead of ours
 
 
 class Feedback(StrictRecord):
-    """A reward for a run, or for one of its turns (from 0), from `source`: a person, a program."""
+    """A reward for a run, or for one of its turns (from 0), from `source`: a person, a program.
+
+    `time`: when the run was looked at, in unix seconds; of several rewards the newest counts.
+    """
 
     value: float = Field(strict=True, allow_inf_nan=False)
     name: str = Field("feedback", min_length=1, max_length=200)
     source: str = Field("human", min_length=1, max_length=200)
     turn: int | None = Field(None, ge=0, lt=2**63, strict=True)
     comment: str | None = Field(None, max_length=10_000)
+    time: float = Field(default_factory=time.time, allow_inf_nan=False)
 
 
 def check_rewards(rewards: Sequence[Reward], limit: float, at: str = "value") -> None:

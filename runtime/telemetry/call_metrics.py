@@ -69,6 +69,13 @@ class CallMetrics:
             by,
             registry=registry,
         )
+        self._scans = Counter(
+            "cray_scans",
+            "Looks of scanners at runs by outcome (found, clear, unjudged)",
+            ["scanner", "version", "outcome"],
+            registry=registry,
+        )
+        self._scan_series: set[tuple[str, str]] = set()
         self._first = seconds(
             "cray_first_token_seconds", "Seconds from a request to a stream's first event"
         )
@@ -125,6 +132,15 @@ class CallMetrics:
         self._first.labels(CLASSES[batch]).observe(first)
         if sampled > 1:
             self._between.labels(CLASSES[batch]).observe(rest / (sampled - 1))
+
+    def scanned(self, source: str, version: str, value: float) -> None:
+        """Count a finding of a scanner, by its source, in a run of this version."""
+        kind, _, scanner = source.partition(":")
+        outcome = "unjudged" if kind != "scan" else "found" if value else "clear"
+        if (scanner, version) not in self._scan_series and len(self._scan_series) >= MOST_SERIES:
+            scanner, version = OTHER, OTHER
+        self._scan_series.add((scanner, version))
+        self._scans.labels(scanner, version, outcome).inc()
 
     def _bounded(self, version: str, key: str, kind: str) -> tuple[str, str, str]:
         labels = self._known.get((version, key, kind))

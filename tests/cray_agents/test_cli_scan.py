@@ -163,7 +163,7 @@ def test_a_judge_of_the_platform_scans(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nothing"], "'nothing' is no scanner: give one of secrets, pii, or your own"),
+        (["nothing"], "'nothing' is no scanner of texts: give one of secrets, pii, toxicity"),
         (["scanners.py:plain"], "is no scanner: put @scanner above the function"),
         (["scanners.py:absent"], "scanners.py has no 'absent'"),
         (["nowhere:x"], "no module 'nowhere'"),

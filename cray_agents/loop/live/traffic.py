@@ -29,7 +29,7 @@ from cray_agents.loop.collector import Collected
 from cray_agents.loop.live.schedule import Live, Update, held_back, is_due
 from cray_agents.loop.phase_timer import PhaseTimer
 from cray_agents.loop.rollouts import Rollouts
-from cray_agents.records import UNSCORED, Record, Run, Task, reward_of_givers
+from cray_agents.records import SCAN, UNSCORED, Record, Run, Task, reward_of_givers
 
 ANY = -1e300  # no reward is less: as a filter, it keeps the runs that have one
 AT_ONCE = 8  # runs that are described at a time
@@ -248,6 +248,7 @@ def counts(row: dict[str, Any]) -> bool:
         and not row["redacted"]
         and row["sampled_tokens"] > 0
         and "judge" not in row["tags"]
+        and not any(tag.startswith(SCAN) for tag in row["tags"])
     )
 
 

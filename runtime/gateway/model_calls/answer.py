@@ -101,6 +101,7 @@ async def answer_call(services: Services, request: Request, api: SamplingApi) ->
             keys, prefix = services.idempotency_keys, api.id_prefix
             entry = await keys.enter(prefix, call.exchange.id, call.fingerprint)
             if isinstance(entry, ReplayedAnswer):
+                await _check_blocks(call, call.messages_of(entry.body), answer=True)
                 headers = {"x-run-id": entry.run_id, "x-idempotent-replayed": "true"}
                 kind = "text/event-stream" if call.exchange.streams else "application/json"
                 return Response(entry.body, headers=headers, media_type=kind)
@@ -151,7 +152,8 @@ async def _answer(services: Services, request: Request, call: Call) -> Response:
         await _record(services, call, make, len(events), first)
 
     slot = wait_for_slot(services, call.ticket, wanted)
-    recorder = StreamRecorder(call, slot, answer, record, services.keep_alive)
+    hold = call.blocks is not None and call.blocks.answers
+    recorder = StreamRecorder(call, slot, answer, record, services.keep_alive, hold=hold)
     return EventStream(recorder, await recorder.first_piece(), headers)
 
 
@@ -288,6 +290,13 @@ async def _write(
     )
     end = partial(end_span, services, call, events[0], first=first)
     await asyncio.to_thread(end) if large else end()
+    await _check_blocks(call, [event.body["message"] for event in events], answer=True)
+
+
+async def _check_blocks(call: Call, messages: list[Message], *, answer: bool) -> None:
+    """Raise BadInput for messages that the operator's scanners block."""
+    if call.blocks is not None:
+        await asyncio.to_thread(call.blocks.check, messages, answer=answer)
 
 
 def check_fields(api: SamplingApi, body: Body) -> list[Message]:
@@ -353,6 +362,11 @@ async def _parse_call(
     exchange = EngineCall(
         api.path, body, call_request.key or new_id("x")[2:], size=size_of(request)
     )
+    caller = caller_of(request)
+    unblocked = caller.role is Role.admin and request.headers.get("x-block") == "off"
+    blocks = None if unblocked else services.blocks
+    if blocks is not None:
+        await asyncio.to_thread(blocks.check, call_request.messages, answer=False)
     known, conversation_hash = await _find_run(services, request, call_request)
     run_id = known.run_id if isinstance(known, Continuation) else known
     if call_request.run is not None:
@@ -373,6 +387,7 @@ async def _parse_call(
         returns_samples=returns_samples,
         tags=_parse_tags(request),
         owner=owner_of(request),
+        blocks=blocks,
     )
 
 

@@ -26,6 +26,7 @@ from cray_agents.runtime.gateway.model_calls.idempotency import (
 from cray_agents.runtime.store.conversations import Continuation
 
 if TYPE_CHECKING:
+    from cray_agents.runtime.scans.text_scanners import Blocks
     from cray_agents.runtime.telemetry.live_traces import CallTrace
 
 LEAST_LOGPROB = -9999.0  # vLLM's own stand-in for minus infinity
@@ -45,7 +46,7 @@ class Call:
     to its run, and `continuation` where it found one; see store/conversations.py. `named`: the
     client named the run. `retry`: the client's library says that it repeats a request.
     `in_flight`: see idempotency.py. `owner`: see ownership.py. `trace`: its span, if any are sent.
-    `ticket`: its place in the queue, once it is let in there.
+    `blocks`: what may withhold its answer. `ticket`: its place in the queue, once it is let in.
     """
 
     api: SamplingApi
@@ -64,6 +65,7 @@ class Call:
     tags: list[str] = field(default_factory=list)
     owner: str = ""
     trace: "CallTrace | None" = None
+    blocks: "Blocks | None" = None
     started: float = field(default_factory=time.time)
     clock: float = field(default_factory=time.perf_counter)
     ticket: Ticket = field(init=False)
@@ -111,6 +113,12 @@ class Call:
     def answer_events(self, answer: Body, reply: bytes) -> list[Event]:
         """Return the events of a call that was answered in one piece."""
         return self._events(self.api.parse_answer(answer), [answer], None, reply)
+
+    def messages_of(self, reply: bytes) -> list[Message]:
+        """Return the assistant's messages of a whole answer, as the client reads it."""
+        if self.exchange.streams:
+            return self.api.parse_stream(_parse_data(reply), self.choices)
+        return self.api.parse_answer(orjson.loads(reply))
 
     def stream_events(self, stream: bytes, cut: str | None, end: Piece) -> list[Event]:
         """Return the events of a streamed call; `cut` is the reason if the stream broke off."""

@@ -41,6 +41,7 @@ class StreamRecorder:
         pieces: the engine's events.
         record: takes the stream's events, the reason if it was cut off, and its bytes or its error.
         keep_alive: seconds of silence after which a comment line is sent.
+        hold: send no event before all are recorded.
     """
 
     def __init__(
@@ -50,6 +51,8 @@ class StreamRecorder:
         pieces: AsyncGenerator[bytes, None],
         record: Record,
         keep_alive: float,
+        *,
+        hold: bool = False,
     ) -> None:
         self._call = call
         self._slot = slot
@@ -61,6 +64,7 @@ class StreamRecorder:
         self._ready: deque[Piece] = deque()
         self._wake = asyncio.Event()
         self._keep_alive = keep_alive
+        self._hold = hold
         self._quiet = True  # since the last beat
         self._timer = asyncio.get_running_loop().call_later(keep_alive, self._beat)
         self._task = start_task("recording of a stream", self._read())
@@ -150,7 +154,7 @@ class StreamRecorder:
                 if not self._seen:
                     self.first_at = time.perf_counter()
                 self._seen.append(piece)
-                if tail:
+                if tail or self._hold:
                     tail += piece
                 elif (at := self._find_end(piece)) < 0:
                     self._put(piece)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from cray_agents.errors import BadInput
 from cray_agents.exact_json import dump_json
 from cray_agents.queries import RunFilter, RunQuery
-from cray_agents.records import Event, Reward, Run, Usage, digest
+from cray_agents.records import Event, Reward, Run, Usage, digest, is_finding
 from cray_agents.runtime.disk.turns import INLINE
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import Caller, caller_of
@@ -221,8 +221,10 @@ async def give_reward(
     check_rewards([Reward(**body.model_dump())], services.reward_limit)
     caller = caller_of(request)
     await services.run_owners.owners(caller, (), [run_id])
-    await asyncio.to_thread(check_feedback, services.store, run_id, body)
+    run = await asyncio.to_thread(check_feedback, services.store, run_id, body)
     reward = await give_feedback(services.store, run_id, body, caller.key_name)
+    if is_finding(reward.source):
+        services.metrics.model_calls.scanned(reward.source, run.version, reward.value)
     await services.versions.live.note_reward(run_id)
     return json_response(reward)
 

@@ -55,6 +55,11 @@ class RunFacts(NamedTuple):
     owner: str
     given: tuple[GivenReward, ...] = ()
 
+    @property
+    def version(self) -> str:
+        """A version that answered, or the model that was asked if none is known."""
+        return next((model for model in reversed(self.models) if "@" in model), self.model)
+
 
 _REWARD = ("name", "source", "value", "time", "turn", "giver")
 _ABOUT = (  # the facts of a description, in this order
@@ -124,7 +129,7 @@ class MergedRun:
         run_input, output, imported, redacted, owner = heads
         by_giver = _newest([*given, *self.rewards], by_giver=True) if given else self.rewards
         rewards = _newest(by_giver)
-        findings = [(reward[1], reward[2]) for reward in rewards if is_finding(reward[1])]
+        findings = [tuple(reward[1:4]) for reward in rewards if is_finding(reward[1])]
         if findings:
             rewards = [reward for reward in rewards if not is_finding(reward[1])]
             by_giver = [reward for reward in by_giver if not is_finding(reward[1])]
@@ -146,7 +151,7 @@ class MergedRun:
             infrastructure,
             sum([reward[2] for reward in rewards]) if rewards and error != UNSCORED else None,
             tuple([(reward[0], reward[1], reward[2], reward[4]) for reward in rewards]),
-            tuple(scanned_tags(tags, findings) if findings or tags else tags),
+            tuple(scanned_tags(tags, findings, self._ended) if findings or tags else tags),
             started,
             seconds,
             turns or self.calls,
@@ -164,6 +169,11 @@ class MergedRun:
                 if any(reward[5] for reward in by_giver)
             ),
         )
+
+    @property
+    def _ended(self) -> float:
+        """The time at which the last call ended."""
+        return -math.inf if self.last is None else float(self.last[0] + self.last[2])
 
     def _description_from_calls(self) -> tuple[Any, ...]:
         """Return values like `described` for a run without a description."""

@@ -46,6 +46,7 @@ async def test_every_expression_names_what_a_scrape_has(tmp_path: Path) -> None:
         costly_root.write_loop(services.home)
         await costly_root.write_runs(services.store)
         services.metrics.swapped(1.0, True)
+        services.metrics.model_calls.scanned("scan:jailbreak", "calc@1", 1.0)
         await gateway.ask("hi", stream=True)
         registry = services.registry
         model = bare_model(tmp_path / "other", b"others")
@@ -101,4 +102,4 @@ def test_alerts_say_what_to_do_and_names_stand_once() -> None:
         summary = alert["annotations"]["summary"]
         assert re.fullmatch(r"(?:[A-Z][a-z]+)+", alert["alert"]) and summary.endswith(".")
         for label in re.findall(r"\$labels\.(\w+)", summary):
-            assert label in ("replica", "version", "loop", "job")
+            assert label in ("replica", "version", "loop", "job", "scanner")
