@@ -291,7 +291,7 @@ def publish(
         place, name = draft / checkpoints.ADAPTER, spec.parent if over is None else over.path
         write_adapter(training.chunks, training.model, lora, name, place)
     ours = training.parent.resolve().parent == final.parent.resolve() and below is None
-    config = config_of(training.parent, training.model)
+    config = config_of(training.parent, training.source)
     # a parent that was dequantised has no such tensors
     same = training.hyper.init != "random" and config == read_config(training.parent)
     changes = spec.changes_only and ours and same

@@ -8,13 +8,12 @@ the tokens of its shards, which it verifies, into a folder of the host's cache
     samples     tokens and CRC-32 of each sample
     index.json  written last, with a checksum
 
-Ranks read a step's samples with `pread`, and check the CRC-32 of each. A rank keeps about 20 bytes
-a sample in memory. What no job has used for a week is deleted. samples.py makes Samples of it.
+Ranks read a step's samples with `pread`, and check the CRC-32 of each. A rank keeps about 60 bytes
+a sample in memory. host_copies.py makes and deletes such folders; samples.py makes Samples of one.
 """
 
 import os
 import shutil
-import time
 import zlib
 from collections.abc import Sequence
 from itertools import pairwise
@@ -25,17 +24,16 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from cray_agents.errors import Corrupt, CrayError, StoreError
-from cray_agents.paths import CACHE, host_cache
+from cray_agents.errors import Corrupt
 from cray_agents.records import digest
 from cray_agents.runtime.datasets.reader import SplitName, shards_in
 from cray_agents.runtime.disk import checksums, durable
+from cray_agents.trainers.host_copies import check_room, host_copy
+from cray_agents.trainers.progress import CLOCK
 
 Row = npt.NDArray[np.int32]
 TOKENS, SAMPLES, INDEX = "tokens", "samples", "index.json"
 INDEX_FORMAT = 1
-UNUSED_SECONDS = 7 * 86_400.0
-SPARE = 256 << 20  # bytes of the disk that are left free
 
 
 class StoredTokens(Sequence[Row]):
@@ -77,7 +75,7 @@ class StoredTokens(Sequence[Row]):
         return np.frombuffer(content, "<i4")
 
     def _damaged(self, name: str) -> Corrupt:
-        (self.folder / INDEX).unlink(missing_ok=True)  # so that the next start makes it anew
+        shutil.rmtree(self.folder, ignore_errors=True)  # so that the next start makes it anew
         return Corrupt(
             f"{self.folder / name} is damaged: it is not what its checksum says. It is a copy on"
             " this host: start the job again, which copies it anew"
@@ -144,31 +142,14 @@ def store_tokens(dataset: Path, manifest: dict[str, Any], split: SplitName) -> S
     }
     if not files:
         return None
-    cache = host_cache() / "tokens"
-    folder = cache / f"{dataset.name}-{split}-{digest(files)}"
-    cache.mkdir(exist_ok=True)
-    if (folder / INDEX).is_file():
-        os.utime(folder)
-        return StoredTokens(folder)
-    _sweep(cache)
-    size = 4 * int(manifest["splits"][split]["tokens"])
-    if (free := shutil.disk_usage(cache).free) < size + SPARE:
-        raise StoreError(
-            f"the tokens of {dataset.name} take {size >> 20} MiB of this host's own disk, and"
-            f" {cache} has {free >> 20} MiB left: free some, or set {CACHE} to a disk with room"
-        )
-    draft = durable.draft_directory(folder)
-    try:
+
+    def make(draft: Path) -> None:
+        size = 4 * int(manifest["splits"][split]["tokens"])
+        check_room(draft, size, f"the tokens of {dataset.name}")
         _write(draft, shards_in(dataset, manifest, split))
-        shutil.rmtree(folder, ignore_errors=True)  # damaged, else it had an index
-        durable.publish_directory(draft, folder)
-    except OSError as error:
-        raise StoreError(
-            f"cannot write {folder}: {error}: set {CACHE} to a disk with room"
-        ) from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return StoredTokens(folder)
+
+    name = f"{dataset.name}-{split}-{digest(files)}"
+    return StoredTokens(host_copy("tokens", name, make))
 
 
 def _write(draft: Path, shards: Sequence[Path]) -> None:
@@ -182,6 +163,7 @@ def _write(draft: Path, shards: Sequence[Path]) -> None:
             try:
                 with pq.ParquetFile(shard) as file:
                     for group in range(file.num_row_groups):
+                        CLOCK.tick()
                         column = file.read_row_group(group, columns=["input_ids"])["input_ids"]
                         for chunk in column.chunks:
                             flat = np.asarray(chunk.flatten(), dtype="<i4")
@@ -201,10 +183,3 @@ def _write(draft: Path, shards: Sequence[Path]) -> None:
         durable.sync(draft / name)
     index = {"format": INDEX_FORMAT, "lowest": lowest, "highest": highest, "crc32": crc32}
     durable.write_file(draft / INDEX, checksums.with_crc(orjson.dumps(index)))
-
-
-def _sweep(cache: Path) -> None:
-    """Delete the copies that no job has used for long, and the drafts of killed processes."""
-    for folder in cache.iterdir():
-        if time.time() - folder.stat().st_mtime > UNUSED_SECONDS:
-            shutil.rmtree(folder, ignore_errors=True)
