@@ -6,8 +6,8 @@ is left of a context is cut there, and goes on in the next one: the last token b
 again, as the first of the next piece. So every token but a document's first is learnt once, and
 every context but the last has exactly `max_tokens` inputs. No piece attends to another.
 
-Called by build.py, and by imports/document_files.py, which checks files. Read next:
-trainers/data/stored_samples.py, which trains on them.
+Called by build.py, and by `cray-agents import`. Read next: trainers/data/stored_tokens.py, from which
+jobs train on them.
 """
 
 from array import array
@@ -38,10 +38,14 @@ PURPOSE = "user_data"  # of uploaded documents
 
 
 class Document(NamedTuple):
-    """A text and its place: `corpus.jsonl:17`, or `corpus.parquet: row 16`."""
+    """A text and its place: `corpus.jsonl:17`, or `corpus.parquet: row 16`.
+
+    `replaced`: it holds half a character (a lone surrogate), which became "?".
+    """
 
     name: str
     text: str
+    replaced: bool = False
 
 
 def read_documents(path: Path, title: str = "") -> Iterator[Document]:
@@ -97,7 +101,7 @@ def _of_parquet(path: Path, title: str) -> Iterator[Document]:
 
 
 def _of_records(path: Path, title: str, plain: bool) -> Iterator[Document]:
-    source = RecordSource(path, DOCUMENTS, title)
+    source, replaced = RecordSource(path, DOCUMENTS, title), 0
     for record in source.texts() if plain else source.records():
         place = f"{title}:{record.number}"
         if source.word != "line":
@@ -114,7 +118,8 @@ def _of_records(path: Path, title: str, plain: bool) -> Iterator[Document]:
                     param=DOCUMENTS,
                 )
             value = value[TEXT]
-        yield _document(place, value)
+        yield _document(place, value)._replace(replaced=source.replaced > replaced)
+        replaced = source.replaced
 
 
 def _document(place: str, text: Any) -> Document:
@@ -224,7 +229,10 @@ def considered_documents(
                 reason, detail = repeat.reason, repeat.detail
             else:
                 cutter = cutters.setdefault(split, Cutter(recipe.max_tokens or 1))
-                rows = [SampleRow(one, name, "", 0.0) for one in cutter.samples(tokens)]
+                samples = list(cutter.samples(tokens))
+                if document.replaced:
+                    samples[0].losses.add('half a character (a lone surrogate), which became "?"')
+                rows = [SampleRow(one, name, "", 0.0) for one in samples]
             line = ConsideredRun(
                 name, accepted=reason is None, reason=reason, detail=detail, samples=len(rows)
             )

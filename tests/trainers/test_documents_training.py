@@ -112,6 +112,9 @@ def test_a_damaged_copy_is_made_anew_and_a_damaged_set_is_refused(
     with pytest.raises(Corrupt, match=r"tokens is damaged.*start the job again"):
         samples.tokens[1]
     assert [ids.tolist() for ids in read_samples(folder).tokens] == stored_rows(folder)
+    for name in ("samples", "index.json"):
+        (copies(cache)[0].parent / name).write_bytes(b"damaged")
+        assert [ids.tolist() for ids in read_samples(folder).tokens] == stored_rows(folder)
     shutil.rmtree(cache)
     cache.mkdir()
     shard = folder / "train-00000.parquet"

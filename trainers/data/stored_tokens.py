@@ -149,7 +149,12 @@ def store_tokens(dataset: Path, manifest: dict[str, Any], split: SplitName) -> S
         _write(draft, shards_in(dataset, manifest, split))
 
     name = f"{dataset.name}-{split}-{digest(files)}"
-    return StoredTokens(host_copy("tokens", name, make))
+    folder = host_copy("tokens", name, make)
+    try:
+        return StoredTokens(folder)
+    except OSError:  # damaged, or deleted just now
+        shutil.rmtree(folder, ignore_errors=True)
+        return StoredTokens(host_copy("tokens", name, make))
 
 
 def _write(draft: Path, shards: Sequence[Path]) -> None:
