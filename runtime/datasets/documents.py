@@ -6,7 +6,7 @@ is left of a context is cut there, and goes on in the next one: the last token b
 again, as the first of the next piece. So every token but a document's first is learnt once, and
 every context but the last has exactly `max_tokens` inputs. No piece attends to another.
 
-Called by build.py, and by `cray-agents import`. Read next: trainers/data/stored_tokens.py, from which
+Called by build.py, and by `cray-agents import`. Read next: trainers/data/stored_tokens.py, by which
 jobs train on them.
 """
 
