@@ -87,7 +87,7 @@ def build(
     documents: Annotated[
         list[str] | None,
         typer.Option(
-            help="A file of texts (.txt, .jsonl, .parquet; a path or an uploaded id) to learn as"
+            help="Texts (.txt, .jsonl, .parquet; a file, a folder or an uploaded id) to learn as"
             " they are, in contexts of max_tokens; repeatable."
         ),
     ] = None,

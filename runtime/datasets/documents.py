@@ -12,7 +12,7 @@ jobs train on them.
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,21 +75,25 @@ def read_documents(path: Path, title: str = "") -> Iterator[Document]:
         raise BadInput(f"{title} holds no documents: there is no text in it", param=DOCUMENTS)
 
 
-def locate(files: Files, name: str) -> tuple[Path, str]:
-    """Return the path of a file and its title, given an uploaded file's id or a path.
+def locate(files: Files, name: str) -> list[tuple[Path, str]]:
+    """Return paths and titles: of an uploaded file by its id, a file, or all files in a folder.
 
     Raises BadInput.
     """
     try:
-        return files.path(name), files.get(name).filename
+        return [(files.path(name), files.get(name).filename)]
     except NotFound:
         path = Path(name)
-    if not path.is_file():
+    if path.is_file():
+        return [(path, path.name)]
+    below = sorted(each for each in path.rglob("*") if each.is_file() and each.name[0] != ".")
+    if not below:
         raise BadInput(
-            f"{name[:200]!r} is neither an uploaded file's id nor a file on this host",
+            f"{name[:200]!r} is neither an uploaded file's id nor a file, or folder with files, on"
+            " this host",
             param=DOCUMENTS,
         )
-    return path, path.name
+    return [(each, str(each.relative_to(path))) for each in below]
 
 
 def _of_parquet(path: Path, title: str) -> Iterator[Document]:
@@ -213,10 +217,10 @@ def considered_documents(
 
     Yields each one's line, its split and its rows, none if it is left out. Raises BadInput.
     """
-    found = [locate(files, name) for name in recipe.documents]  # all, before the first is read
+    located = [locate(files, name) for name in recipe.documents]  # before the first is read
     tokenize = DocumentTokenizer(tokenizer)
     cutters: dict[str, Cutter] = {}
-    for path, title in found:
+    for path, title in chain.from_iterable(located):
         for document, tokens in tokenize.tokens(read_documents(path, title)):
             name, reason, detail = document.name, None, None
             rows: list[SampleRow] = []

@@ -82,8 +82,14 @@ def test_every_file_format_fills_the_same_contexts(
         filled += inputs
     assert filled == manifest["trained_tokens"]
     assert (manifest["documents"], manifest["considered_runs"]) == (len(TEXTS), 0)
-    again = made(home, documents=[str(write_json(tmp_path / "a.json"))], **recipe)
-    assert again[0]["samples"] == manifest["samples"]
+    folder = tmp_path / "folder" / "in"
+    folder.mkdir(parents=True)
+    write_json(folder / "b.jsonl", TEXTS[40:])
+    write_json(folder / "a.jsonl", TEXTS[:40])
+    (folder / ".hidden").write_text("no documents")
+    _, again = made(home, documents=[str(folder.parent)], **recipe)
+    assert [row["input_ids"] for row in again] == tokens[0]
+    assert again[-1]["run_id"] == "in/b.jsonl:20"
     assert "Documents accepted | 60" in (home.dataset(manifest["id"]) / CARD).read_text()
 
 
