@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -61,13 +61,7 @@ class StoredTokens(Sequence[Row]):
     def __len__(self) -> int:
         return len(self.lengths)
 
-    @overload
-    def __getitem__(self, place: int, /) -> Row: ...
-    @overload
-    def __getitem__(self, place: slice, /) -> "list[Row]": ...
-    def __getitem__(self, place: int | slice, /) -> "Row | list[Row]":
-        if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(len(self)))]
+    def __getitem__(self, place: int, /) -> Row:  # type: ignore[override]  # slices are not needed
         size = 4 * int(self.lengths[place])
         content = os.pread(self._file, size, 4 * int(self._starts[place]))
         if zlib.crc32(content) != self._crcs[place]:
@@ -92,9 +86,7 @@ class Repeated(Sequence[Any]):
         return self._count
 
     def __getitem__(self, place: Any, /) -> Any:
-        if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(self._count))]
-        if not -self._count <= place < self._count:
+        if place >= self._count:
             raise IndexError(place)
         return self._value if self._lengths is None else self._value[: self._lengths[place]]
 
@@ -117,14 +109,10 @@ class Contexts(Sequence[range]):
     def __len__(self) -> int:
         return len(self.starts)
 
-    @overload
-    def __getitem__(self, place: int, /) -> range: ...
-    @overload
-    def __getitem__(self, place: slice, /) -> list[range]: ...
-    def __getitem__(self, place: int | slice, /) -> range | list[range]:
+    def __getitem__(self, place: Any, /) -> Any:
         if isinstance(place, slice):
             return [self[i] for i in range(*place.indices(len(self)))]
-        if not 0 <= place < len(self):
+        if place >= len(self):
             raise IndexError(place)
         return range(int(self._bounds[place]), int(self._bounds[place + 1]))
 
