@@ -46,9 +46,10 @@ class StoredTokens(Sequence[Row]):
         index = checksums.read_json(folder / INDEX, INDEX_FORMAT)
         self.folder = folder
         self.lowest, self.highest = int(index["lowest"]), int(index["highest"])
-        about = np.frombuffer((folder / SAMPLES).read_bytes(), "<u4").reshape(-1, 2)
-        if zlib.crc32(about) != index["crc32"]:
+        content = (folder / SAMPLES).read_bytes()
+        if zlib.crc32(content) != index["crc32"]:
             raise self._damaged(SAMPLES)
+        about = np.frombuffer(content, "<u4").reshape(-1, 2)
         self.lengths = about[:, 0].astype(np.int32)
         self._crcs = about[:, 1].copy()
         self._starts = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
