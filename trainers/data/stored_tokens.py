@@ -163,9 +163,10 @@ def _write(draft: Path, shards: Sequence[Path]) -> None:
                             flat = np.asarray(chunk.flatten(), dtype="<i4")
                             offsets = np.asarray(chunk.offsets, dtype=np.int64)
                             bounds = (4 * (offsets - offsets[0])).tolist()
-                            content = memoryview(flat).cast("B")
+                            content = memoryview(flat.tobytes())
                             crcs = [zlib.crc32(content[a:b]) for a, b in pairwise(bounds)]
-                            about = np.column_stack([np.diff(offsets), crcs]).astype("<u4")
+                            rows = np.column_stack([np.diff(offsets), crcs])
+                            about = rows.astype("<u4").tobytes()
                             crc32 = zlib.crc32(about, crc32)
                             tokens.write(content)
                             samples.write(about)

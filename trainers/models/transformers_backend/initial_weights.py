@@ -35,6 +35,8 @@ def initial_weights(parent: Path, seed: int) -> Path:
         module = TextModel(raw, parent).draw(seed)
         size = sum(each.numel() * each.element_size() for each in module.parameters())
         check_room(draft, size, "the random weights of a job")
+        # whichever rank of this host came first; transformers would let the job's first rank alone
+        module.should_save_on_this_rank = lambda is_main_process: is_main_process
         module.save_pretrained(draft)
         durable.write_file(draft / "config.json", orjson.dumps(config))
 
