@@ -144,7 +144,8 @@ def test_a_job_starts_at_random_from_a_config_alone(lab: Any, sinks: Path, tmp_p
     assert all(torch.equal(ours[name].float(), theirs[name].float()) for name in theirs)
     assert initial_weights(bare, 6) != drawn
     assert job.losses[0] == pytest.approx(math.log(500), abs=0.5)
-    still = lab.spec(bare, hyper=hyper | {"learning_rate": 0.0}, parent_sha256=sha256)
+    no_rate = {"learning_rate": 0.0, "min_learning_rate": 0.0}
+    still = lab.spec(bare, hyper=hyper | no_rate, parent_sha256=sha256)
     lab.run(still)
     kept = AutoModelForCausalLM.from_pretrained(lab.home.checkpoint(still.id)).state_dict()
     assert all(torch.equal(kept[name], ours[name]) for name in ours)
