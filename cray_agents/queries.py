@@ -134,6 +134,13 @@ class DatasetRecipe(StrictRecord):
     and a message in `demonstrations_rejected`; nothing else is trained on. `demonstrations_splits`
     names the split of each, in the place of `validation`.
 
+    `documents` are texts to learn as they are (sft), in files: paths, folders, or ids of uploaded
+    files, with a text a line (.txt), or in the field or column `text` (.jsonl, .json, .parquet).
+    They are the whole dataset, without runs. `tokenizer` makes their tokens, and ends each text.
+    They are packed into contexts of `max_tokens` inputs, without attention from one document to
+    another: a longer document is cut, and goes on in the next context. A job's `batch_size` then
+    counts contexts. `near_duplicates` and `decontamination` compare whole documents.
+
     `render` renders imported runs, which have no tokens, the same way. Otherwise they are left out.
 
     With `givers`, only rewards count that were given with API keys of these names or on the
@@ -174,6 +181,7 @@ class DatasetRecipe(StrictRecord):
     demonstrations_rejected: list[Message] = Field(default_factory=list)
     demonstrations_splits: list[Literal["train", "validation"]] = Field(default_factory=list)
     tools: list[dict[str, Any]] = Field(default_factory=list)
+    documents: list[str] = Field(default_factory=list, exclude_if=lambda files: not files)
     tokenizer: str | None = None
     render: bool = False
     rewards: dict[str, float] | None = None

@@ -153,16 +153,16 @@ class Policy(PolicyLoss):
 class TrainingSettings(StrictRecord):
     """Settings of the training jobs of all methods, but for the number of steps.
 
-    `batch_size` counts sequences per optimizer step (dpo: pairs), over all ranks. A `learning_rate`
-    that is not given follows from the model: see `usual_learning_rate`. At 0 the weights do not
-    change.
+    `batch_size` counts sequences per optimizer step (dpo: pairs; of documents: contexts), over all
+    ranks. A `learning_rate` that is not given follows from the model: see `usual_learning_rate`. At
+    0 the weights do not change.
 
     With `init` `parent`, training continues from the parent's weights. With `random` it starts with
-    seeded weights, and reads only the parent's config.json. With `order` `epoch`, each epoch is a
-    seeded permutation of the samples. With `weighted` each step draws samples with probability
-    proportional to their weight. Both orders depend on `seed` and the step alone, so that a resumed
-    job sees the same data as an undisturbed one. `weigh_loss` multiplies a sample's loss by its
-    weight (sft). The schedule `wsd` is warm-up, stable, decay: constant until the last
+    seeded weights, and reads only the parent's config.json, in every backend. With `order` `epoch`,
+    each epoch is a seeded permutation of the samples. With `weighted` each step draws samples with
+    probability proportional to their weight. Both orders depend on `seed` and the step alone, so
+    that a resumed job sees the same data as an undisturbed one. `weigh_loss` multiplies a sample's
+    loss by its weight (sft). The schedule `wsd` is warm-up, stable, decay: constant until the last
     `decay_fraction` of the steps, then linear to the minimum.
 
     A job whose `dtype` was not given has bfloat16 on GPUs. On CPUs that multiply in it, a parent

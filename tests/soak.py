@@ -46,6 +46,12 @@ SOAKS = [
     Soak("store", "tests/test_store_kills.py", {"KILLS": 220}),
     Soak("events", "tests/test_event_kills.py", {"KILLS": 60}),
     Soak("datasets", "tests/runtime/datasets/test_dataset_uses.py", {"KILLS": 60}),
+    Soak(
+        "documents",
+        "tests/trainers/test_documents_training.py -k memory",
+        {"DOCUMENT_MB": 20_000},
+        7200,
+    ),
     Soak("exports", "tests/runtime/exports/test_exporter.py", {"KILLS": 60}),
     Soak("deltas", "tests/runtime/test_delta_kills.py", {"KILLS": 60}),
     Soak("jobs", "tests/trainers/test_job_kills.py", {"KILLS": 200}),

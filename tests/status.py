@@ -36,6 +36,7 @@ master weights over iterations | trainers/master_weights | | session-small-rate
 mixtures of experts | trainers/numerics | | train-moe
 distillation | trainers/distillation | |
 LoRA | trainers/lora trainers/adapter_versions | | lora-8B session-lora
+documents, larger than memory | runtime/datasets/documents trainers/documents_training | |
 layouts over ranks | trainers/numerics trainers/context | | parallel resume train-all
 full sharding | trainers/transformers_backend/weight_shards | | sharding
 any model of transformers | trainers/transformers_backend/transformers_jobs | | transformers

@@ -84,6 +84,13 @@ def build(
         str | None,
         typer.Option(help="The checkpoint's directory or id, or name@N, to render with."),
     ] = None,
+    documents: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Texts (.txt, .jsonl, .parquet; a file, a folder or an uploaded id) to learn as"
+            " they are, in contexts of max_tokens; repeatable."
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Say what would be in and out, and why; write nothing."),
@@ -95,7 +102,7 @@ def build(
     `iteration` are the recipe's own.
     """
     fields = dict(key_value(text, "set") for text in setting or ())
-    fields |= {"method": method, "tokenizer": tokenizer}
+    fields |= {"method": method, "tokenizer": tokenizer, "documents": documents or None}
     chosen = parse_where(terms).model_dump(exclude_defaults=True)
     if (one := chosen.pop("iteration", None)) is not None:
         chosen["iterations"] = [one]
@@ -108,7 +115,7 @@ def _build_or_plan(recipe: DatasetRecipe, *, dry_run: bool) -> None:
     from cray_agents.runtime.store import Store
 
     leave_out("torch")
-    home = open_root(settings(), new=bool(recipe.demonstrations))
+    home = open_root(settings(), new=bool(recipe.demonstrations or recipe.documents))
     if recipe.tokenizer is not None:
         tokenizer = Registry(home).named(recipe.tokenizer)
         recipe = recipe.model_copy(update={"tokenizer": str(tokenizer)})
@@ -224,10 +231,13 @@ def _print_counts(manifest: dict[str, Any]) -> None:
             f"{split}: {counts['samples']:,} samples, {counts['tokens']:,} tokens, "
             f"{counts['trained_tokens']:,} of them trained on"
         )
-    say(
-        f"{manifest['accepted_runs']:,} of {manifest['considered_runs']:,} runs are in, and "
-        f"{manifest['demonstrations']:,} demonstrations"
-    )
+    if (documents := manifest.get("documents")) is not None:
+        say(f"{documents:,} documents are in")
+    else:
+        say(
+            f"{manifest['accepted_runs']:,} of {manifest['considered_runs']:,} runs are in, and "
+            f"{manifest['demonstrations']:,} demonstrations"
+        )
     if split := manifest.get("split_runs"):
         say(
             f"{split:,} of these runs are several sequences: the chat template renders earlier "
@@ -236,6 +246,7 @@ def _print_counts(manifest: dict[str, Any]) -> None:
     for loss, count in manifest.get("losses", {}).items():
         say(f"{count:,} samples lack {loss}")
     left_out = Counter(manifest["rejected"]) + Counter(manifest["rejected_demonstrations"])
+    left_out += Counter(manifest.get("rejected_documents"))
     for reason, count in left_out.most_common():
         say(f"  {reason:<22} {count:,}")
 

@@ -9,14 +9,25 @@ import typer
 from rich.progress import DownloadColumn
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.screen import make_store, note, print_json, progress_bar, say, settings
+from cray_agents.cli.screen import (
+    make_store,
+    note,
+    open_root,
+    print_json,
+    progress_bar,
+    say,
+    settings,
+)
 from cray_agents.errors import BadInput
 from cray_agents.records import Split
 
 if TYPE_CHECKING:
     from cray_agents.runtime.imports import Imported, Importing
 
-FORMATS = "openai (chats, preferences), sharegpt, atif, openenv, jsonl (whole records, by `export`)"
+FORMATS = (
+    "openai (chats, preferences), sharegpt, atif, openenv, jsonl (whole records, by `export`), or"
+    " documents (texts: .txt, .jsonl, .parquet)"
+)
 
 
 commands = Commands()
@@ -35,9 +46,15 @@ def import_runs(
     agent: Annotated[str | None, typer.Option(help="The agent whose runs they are.")] = None,
     reward: Annotated[float | None, typer.Option(help="A reward for all runs.")] = None,
 ) -> None:
-    """Import conversations as runs; what was imported before is not doubled."""
+    """Import conversations as runs, or a file of documents; what is there is not doubled."""
     from cray_agents.runtime.imports import Importing
 
+    if form == "documents":
+        options_given = {
+            "loop": loop, "split": split, "tag": tag, "agent": agent, "reward": reward
+        }  # fmt: skip
+        _import_documents(file, [name for name, value in options_given.items() if value])
+        return
     if split is not None and split not in get_args(Split):
         raise BadInput(
             f"--split must be one of {', '.join(get_args(Split))}; not {split!r}", param="split"
@@ -62,6 +79,21 @@ def import_runs(
             f"{done.forgotten} events are of runs that were forgotten here: import them again "
             "after `cray-agents maintain compact`"
         )
+
+
+def _import_documents(file: Path, of_runs: list[str]) -> None:
+    """Keep a file of documents under the root, for `dataset build --documents`."""
+    from cray_agents.runtime.datasets.documents import store_documents
+    from cray_agents.runtime.files.files import Files
+
+    if of_runs:
+        raise BadInput(f"--{of_runs[0]} has no effect: documents are no runs", param=of_runs[0])
+    kept, count = store_documents(Files(open_root(settings(), new=True)), file)
+    if given().json:
+        print_json({"id": kept.id, "documents": count, "bytes": kept.bytes})
+        return
+    say(f"{count:,} documents imported as {kept.id}")
+    say(f"next: cray-agents dataset build --documents {kept.id} --tokenizer DIR --set max_tokens=N")
 
 
 async def _import(file: Path, form: str, options: "Importing") -> "Imported":

@@ -24,6 +24,7 @@ from cray_agents.cli.screen import (
 from cray_agents.cli.where import duration
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
+from cray_agents.runtime.datasets.reader import mean_length, read_dataset
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.training_jobs import (
     Backend,
@@ -144,7 +145,7 @@ def train(
     teaching = None if teacher is None else _architecture(root, teacher)
     length = sequence_length or _usual_length(root, dataset, known)
     if dataset is not None:
-        tokens = float(_counts(root, dataset)["tokens"])
+        tokens = float(_manifest(root, dataset)["splits"]["train"]["tokens"])
     elif samples is not None:
         tokens = float(samples * length)
     per_epoch = (size or 0) / bytes_per_token if tokens is None else tokens
@@ -278,19 +279,16 @@ def _architecture(root: Home, model: str, backend: str | None = None) -> "Archit
 def _usual_length(root: Home, dataset: str | None, known: "Architecture | float") -> int:
     """Return the dataset's mean length, else the model's limit up to 4,096 tokens."""
     if dataset is not None:
-        counts = _counts(root, dataset)
-        return max(1, round(counts["tokens"] / counts["samples"]))
+        return max(1, round(mean_length(_manifest(root, dataset))))
     return LENGTH if isinstance(known, float) else min(LENGTH, known.max_tokens)
 
 
-def _counts(root: Home, dataset: str) -> dict[str, int]:
-    """Return samples and tokens of a dataset's train split. Raises NotFound, Corrupt, BadInput."""
-    from cray_agents.runtime.datasets.reader import read_dataset
-
-    counts: dict[str, int] = read_dataset(root, dataset).get("splits", {}).get("train", {})
-    if not counts.get("samples"):
+def _manifest(root: Home, dataset: str) -> dict[str, Any]:
+    """Return the manifest of a dataset with samples. Raises NotFound, Corrupt, BadInput."""
+    manifest = read_dataset(root, dataset)
+    if not mean_length(manifest):
         raise BadInput(f"dataset {dataset} has no samples to train on", param="dataset")
-    return counts
+    return manifest
 
 
 def _all_gpus(gpus: int | None, nodes: int | None, each: int) -> int:

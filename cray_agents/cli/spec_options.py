@@ -130,6 +130,8 @@ def steps_of_epochs(dataset: Fields, spec: JobSpec, epochs: float) -> dict[str, 
     if not samples:
         raise BadInput(f"dataset {spec.dataset} has no samples to train on", param="dataset")
     units = ceil(samples / 2) if spec.method == "dpo" else samples  # a pair counts as two samples
+    if dataset.get("documents"):  # contexts
+        units = ceil(dataset["splits"]["train"]["trained_tokens"] / dataset["recipe"]["max_tokens"])
     batch = min(spec.hyperparameters.batch_size, units)
     return {"batch_size": batch, "steps": ceil(epochs * units / batch)}
 

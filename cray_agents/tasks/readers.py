@@ -110,8 +110,11 @@ def rows_of_csv(path: Path, delimiter: str = ",") -> Iterator[Row]:
         raise BadInput(f"{path}: not a CSV file in UTF-8: {error}", param="path") from error
 
 
-def rows_of_parquet(path: Path) -> Iterator[Row]:
-    """Yield the rows of a Parquet file, or of all in a folder, in the order of their names."""
+def rows_of_parquet(path: Path, text: str | None = None) -> Iterator[Row]:
+    """Yield the rows of a Parquet file, or of all in a folder, in the order of their names.
+
+    With `text` only the column of this name is read, which must be one of texts. Raises BadInput.
+    """
     try:
         import pyarrow
         import pyarrow.parquet
@@ -123,7 +126,10 @@ def rows_of_parquet(path: Path) -> Iterator[Row]:
         try:
             with pyarrow.parquet.ParquetFile(each) as file:
                 number = 0
-                for batch in file.iter_batches(_batch_size(each, file.metadata)):
+                if text is not None:
+                    _check_texts(file.schema_arrow, text, each)
+                size = _batch_size(each, file.metadata)
+                for batch in file.iter_batches(size, columns=None if text is None else [text]):
                     for row in batch.to_pylist():
                         yield f"{each}: row {number}", row
                         number += 1
@@ -131,6 +137,19 @@ def rows_of_parquet(path: Path) -> Iterator[Row]:
             raise _unreadable(each, error) from error
         except pyarrow.ArrowException as error:
             raise BadInput(f"{each}: not a Parquet file: {error}", param="path") from error
+
+
+def _check_texts(schema: Any, name: str, path: Path) -> None:
+    from pyarrow import types
+
+    kind = schema.field(name).type if schema.names.count(name) == 1 else None
+    if kind is None or not (types.is_string(kind) or types.is_large_string(kind)):
+        columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
+        raise BadInput(
+            f"{path} has no column {name!r} of texts: it has {columns[:500] or 'none'}; rename the"
+            f" one that holds the texts to {name!r}",
+            param="path",
+        )
 
 
 def files_at(path: Path) -> list[Path]:

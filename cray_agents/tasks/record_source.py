@@ -37,11 +37,13 @@ class SourceRecord(NamedTuple):
 class RecordSource:
     """A file to read. `done` of `size` bytes on disk have been read. Raises BadInput for `param`.
 
-    `replaced` counts its records with half a character: see `load_json`.
+    `name`, by default the path's, tells whether it is compressed. `replaced` counts its records
+    with half a character: see `load_json`.
     """
 
-    def __init__(self, path: Path, param: str = "file") -> None:
+    def __init__(self, path: Path, param: str = "file", name: str = "") -> None:
         self.path = path
+        self._name = name or path.name
         self.word = "line"  # the unit that `number` counts
         self.replaced = 0
         self._param = param
@@ -62,15 +64,33 @@ class RecordSource:
 
         So does a record that is longer than LONGEST.
         """
-        with self._raw, _decompressed(self.path, self._raw, self._param) as opened:
-            file = io.BufferedReader(opened, HEAD)
-            if file.peek(len(_MARK)).startswith(_MARK):
-                file.read(len(_MARK))
+        with self._opened() as file:
             if file.peek(HEAD).lstrip(_SPACE).startswith(b"["):
                 self.word = "item"
                 yield from self._items(file)
             else:
                 yield from self._lines(file)
+
+    def texts(self) -> Iterator[SourceRecord]:
+        """Yield the lines of a text in UTF-8, without their ends. A problem ends them."""
+        number = 0
+        with self._opened() as file:
+            try:
+                for number, line in lines_of(file):
+                    yield SourceRecord(number, line.decode().rstrip("\r\n"))
+            except TooLong as error:
+                yield SourceRecord(number + 1, None, str(error))
+            except UnicodeDecodeError as error:
+                yield SourceRecord(number, None, f"not UTF-8: {error}")
+
+    @contextmanager
+    def _opened(self) -> Iterator[io.BufferedReader]:
+        """Open the content, behind a byte order mark."""
+        with self._raw, _decompressed(self.path, self._name, self._raw, self._param) as opened:
+            file = io.BufferedReader(opened, HEAD)
+            if file.peek(len(_MARK)).startswith(_MARK):
+                file.read(len(_MARK))
+            yield file
 
     def _lines(self, file: IO[bytes]) -> Iterator[SourceRecord]:
         number = 0
@@ -186,12 +206,12 @@ def _refuse_more(rest: bytes, file: IO[bytes]) -> None:
 
 
 @contextmanager
-def _decompressed(path: Path, raw: IO[bytes], param: str) -> Iterator[Any]:
+def _decompressed(path: Path, name: str, raw: IO[bytes], param: str) -> Iterator[Any]:
     broken: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
     opened: Any = raw
-    if path.suffix == ".gz":
+    if name.endswith(".gz"):
         opened = gzip.GzipFile(fileobj=raw)
-    elif path.suffix == ".zst":
+    elif name.endswith(".zst"):
         try:
             import zstandard
         except ImportError as error:

@@ -35,6 +35,7 @@ from cray_agents.runtime.datasets.considered_runs import (
 )
 from cray_agents.runtime.datasets.decontamination import BlockedTexts, Match, inputs_of_messages
 from cray_agents.runtime.datasets.demonstrations import Renderer, renderer_of
+from cray_agents.runtime.datasets.documents import considered_documents
 from cray_agents.runtime.datasets.methods import settle_groups
 from cray_agents.runtime.datasets.near_duplicates import KeptSamples, Repeat
 from cray_agents.runtime.datasets.reader import (
@@ -48,10 +49,11 @@ from cray_agents.runtime.datasets.reader import (
 from cray_agents.runtime.datasets.recipe import DEMONSTRATIONS, Naming, check, query_of
 from cray_agents.runtime.datasets.run_samples import TokenSample, losses_of
 from cray_agents.runtime.datasets.selection import CandidateRun, Selection, is_too_long
-from cray_agents.runtime.datasets.token_shards import Balance, SampleRow, ShardWriter
+from cray_agents.runtime.datasets.token_shards import BATCH_ROWS, Balance, SampleRow, ShardWriter
 from cray_agents.runtime.datasets.uses import Ledger, Uses
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.disk.checksums import FORMAT
+from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.registry.checkpoints import verify_settings
 from cray_agents.runtime.store import Store
 
@@ -63,6 +65,7 @@ OnProgress = Callable[[int, int, str], None]
 OnLine = Callable[[ConsideredRun], None]
 
 REPORT_EVERY = 256  # runs between reports of progress
+GROUP_TOKENS = 1 << 22  # of a row group of documents, which is kept in memory
 
 
 def _ignore_progress(done: int, total: int, stage: str) -> None:
@@ -169,7 +172,7 @@ def _is_intact(directory: Path) -> bool:
 def _check_filled(counts: BuildCounts) -> None:
     if "train" in counts.splits:
         return
-    reasons = counts.rejected + counts.rejected_demonstrations
+    reasons = counts.rejected + counts.rejected_demonstrations + counts.rejected_documents
     cause = ", ".join(f"{reason} {n}" for reason, n in sorted(reasons.items()))
     if counts.splits:
         cause = f"all {counts.total('samples')} samples fell to the validation split"
@@ -235,6 +238,7 @@ class BuildPass:
             Balance(recipe.balance_by, recipe.balance_power),
         )
         try:
+            self._add_documents()
             self._add_demonstrations()
             if query is not None:
                 judged = map(self.selection.judge, self.store.facts(query))
@@ -280,11 +284,12 @@ class BuildPass:
 
     def _renderer(self) -> Renderer | None:
         renders = self.recipe.demonstrations or self.recipe.render
-        if not renders or self.recipe.tokenizer is None:
-            return None
-        tokenizer = Path(self.recipe.tokenizer)
+        return renderer_of(self._tokenizer()) if renders and self.recipe.tokenizer else None
+
+    def _tokenizer(self) -> Path:
+        tokenizer = Path(self.recipe.tokenizer or "")
         verify_settings(tokenizer)
-        return renderer_of(tokenizer)
+        return tokenizer
 
     def _add_group(self, group: Sequence[CandidateRun]) -> None:
         """Write the rows of a group side by side, and a line for each of its runs."""
@@ -302,6 +307,19 @@ class BuildPass:
         for split, rows in by_split.items():
             self._write(split, rows)
         self._count(len(group))
+
+    def _add_documents(self) -> None:
+        if self.recipe.documents:
+            tokenizer = self._tokenizer()
+            files, chosen = Files(self.home), self.selection
+            blocked, seen = chosen.blocked, chosen.seen
+            for line, split, rows in considered_documents(
+                files, self.recipe, tokenizer, blocked, seen, self._split_of
+            ):
+                self._write(split, rows)
+                self._write_line(line)
+                self.counts.add_document(line)
+                self._count(1)
 
     def _add_demonstrations(self) -> None:
         recipe, count = self.recipe, len(self.recipe.demonstrations)
@@ -380,8 +398,11 @@ class BuildPass:
             self.selection.balance.add(split, row.balance)
         if self.draft is not None:
             if split not in self._writers:
+                group = BATCH_ROWS
+                if self.recipe.documents:  # whose rows may be far longer than those of runs
+                    group = max(1, min(group, GROUP_TOKENS // (self.recipe.max_tokens or 1)))
                 self._writers[split] = ShardWriter(
-                    self.draft, split, routes=self.recipe.router_replay
+                    self.draft, split, batch_rows=group, routes=self.recipe.router_replay
                 )
             self._writers[split].add(rows)
 
@@ -450,7 +471,7 @@ def card(name: str, counts: BuildCounts, files: Iterable[str]) -> str:
         f"# {name}\n\n{_summary(counts)}\n",
         _recipe(counts.recipe),
         _counts(counts),
-        _rejections(counts.rejected + counts.rejected_demonstrations),
+        _rejections(counts.rejected + counts.rejected_demonstrations + counts.rejected_documents),
         _distribution(
             "Versions that sampled what is trained on", "Version", "Trained tokens", versions
         ),
@@ -496,6 +517,8 @@ def _recipe(recipe: DatasetRecipe) -> str:
     fields["method"] = recipe.method
     if recipe.tokenizer:  # paths differ between machines
         fields["tokenizer"] = Path(recipe.tokenizer).name
+    if recipe.documents:
+        fields["documents"] = [Path(name).name for name in recipe.documents]
     if recipe.decontamination.files:
         names = [Path(name).name for name in recipe.decontamination.files]
         fields["decontamination"]["files"] = names
@@ -516,6 +539,7 @@ def _counts(counts: BuildCounts) -> str:
         ("Runs accepted", counts.accepted),
         (SPLIT_RUNS, counts.split_runs),
         ("Demonstrations accepted", counts.demonstrations),
+        *([("Documents accepted", counts.documents)] if counts.recipe.documents else []),
         *((f"Samples that lack {loss}", count) for loss, count in sorted(counts.losses.items())),
     ]
     return _distribution("Counts", "What", "Count", rows)

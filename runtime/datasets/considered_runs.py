@@ -1,7 +1,8 @@
 """Considered runs: their lines in runs.parquet with decision and reason, and the counts of a build.
 
     run         the id; `demonstration/<n>`, from 0, for demonstrations of the recipe (in the shards
-                of dpo, `demonstration/<n>/rejected` is the rejected answer)
+                of dpo, `demonstration/<n>/rejected` is the rejected answer); of a document its
+                place, such as `corpus.jsonl:17`
     task, iteration, attempt, reward      null if missing
     accepted    true if the run is in the dataset; `samples` counts its rows in the shards
     reason      the reason for leaving the run out, a key of REASONS
@@ -30,7 +31,7 @@ REASONS = {
     "contaminated": "its input is one that is held out, or nearly",
     "corrupt": "its record is damaged",
     "duplicate": "its tokens are those of an earlier sample",
-    "empty": "nothing was sampled",
+    "empty": "nothing was sampled, or the document is blank",
     "finding": "a scanner found something in it",
     "held_out": "its task is kept to judge by",
     "imported": "it was not recorded here, has no tokens, and was not to be rendered",
@@ -129,6 +130,8 @@ class BuildCounts:
     losses: Counter[str] = field(default_factory=Counter)
     demonstrations: int = 0
     rejected_demonstrations: Counter[str] = field(default_factory=Counter)
+    documents: int = 0
+    rejected_documents: Counter[str] = field(default_factory=Counter)
     splits: dict[str, Counter[str]] = field(default_factory=dict)
     versions: Counter[str] = field(default_factory=Counter)  # trained tokens by `name@N`
 
@@ -148,6 +151,12 @@ class BuildCounts:
         if line.reason is not None:
             self.rejected_demonstrations[line.reason] += 1
 
+    def add_document(self, line: ConsideredRun) -> None:
+        """Count a considered document."""
+        self.documents += line.accepted
+        if line.reason is not None:
+            self.rejected_documents[line.reason] += 1
+
     def add_row(self, split: str, row: SampleRow) -> None:
         """Count a sample of the dataset."""
         sample, trained = row.sample, row.sample.trained
@@ -163,6 +172,7 @@ class BuildCounts:
     def manifest_fields(self) -> dict[str, Any]:
         """Return the counts as fields of the manifest."""
         names = ("samples", "tokens", "trained_tokens")
+        documents = {"documents": self.documents, "rejected_documents": self.rejected_documents}
         return {
             "method": self.recipe.method,
             **{name: self.total(name) for name in names},
@@ -178,5 +188,6 @@ class BuildCounts:
             "rejected": dict(sorted(self.rejected.items())),
             "demonstrations": self.demonstrations,
             "rejected_demonstrations": dict(sorted(self.rejected_demonstrations.items())),
+            **(documents if self.recipe.documents else {}),
             "recipe": manifest_recipe(self.recipe),
         }

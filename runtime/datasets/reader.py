@@ -69,6 +69,19 @@ def shards_in(directory: Path, manifest: dict[str, Any], split: SplitName = "tra
     return [checksums.prove(directory / name, files[name]["sha256"]) for name in names]
 
 
+def mean_length(manifest: dict[str, Any]) -> float:
+    """Return the mean tokens of a sample to train on, or of a context of documents; 0: no samples.
+
+    A manifest counts in `samples` the pieces that documents are cut into.
+    """
+    split = manifest.get("splits", {}).get("train", {})
+    if not split.get("samples"):
+        return 0.0
+    if manifest.get("documents"):
+        return float(min(manifest["recipe"]["max_tokens"], split["trained_tokens"]))
+    return float(split["tokens"] / split["samples"])
+
+
 def dataset_runs(home: Home, dataset_id: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of runs.parquet (considered_runs.py), in order. Raises NotFound, Corrupt."""
     read_dataset(home, dataset_id)

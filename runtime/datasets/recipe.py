@@ -1,9 +1,9 @@
 """Recipe: check a recipe, make its query, and name its dataset by content.
 
 An option without effect would misdescribe the dataset, so it is an error that names its field. A
-dataset's name is a hash of its recipe and of every sample, in order. The path of the tokenizer is
-left out, since the samples contain its tokens. Repeated and reordered iterations do not matter
-either. Called by build.py and, for recipes alone, by uses.py.
+dataset's name is a hash of its recipe and of every sample, in order. The paths of the tokenizer and
+of documents are left out, since the samples contain their tokens. Repeated and reordered iterations
+do not matter either. Called by build.py and, for recipes alone, by uses.py.
 """
 
 import hashlib
@@ -28,6 +28,10 @@ NEWER_BOUNDS = (
     *("min_seconds", "max_seconds", "min_turns", "max_turns", "min_tokens", "max_tokens"),
 )
 LARGE = (*DEMONSTRATIONS, "rewards")
+OF_DOCUMENTS = (
+    *("documents", "method", "tokenizer", "max_tokens", "split"),
+    *("validation", "near_duplicates", "decontamination"),
+)
 EFFECTLESS = {
     "sft": ("min_margin", "normalize", "discount", "demonstrations_rejected"),
     "grpo": (
@@ -59,6 +63,7 @@ def check(recipe: DatasetRecipe) -> None:
         raise BadInput("balance_power has no effect without balance_by", param="balance_power")
     _check_step(recipe)
     _check_rendering(recipe)
+    _check_documents(recipe)
 
 
 def _check_step(recipe: DatasetRecipe) -> None:
@@ -72,6 +77,21 @@ def _check_step(recipe: DatasetRecipe) -> None:
         raise BadInput("a step is one of a loop's: name the loop", param="step")
     if not LOOP.fullmatch(recipe.loop):
         raise BadInput(f"{recipe.loop[:200]!r} cannot be the name of a loop", param="loop")
+
+
+def _check_documents(recipe: DatasetRecipe) -> None:
+    if not recipe.documents:
+        return
+    if recipe.method != "sft":
+        message = f"documents have no effect with method {recipe.method!r}: they are learnt by sft"
+        raise BadInput(message, param="documents")
+    for name, why in (("tokenizer", "that makes their tokens"), ("max_tokens", "of a context")):
+        if getattr(recipe, name) is None:
+            raise BadInput(f"documents need {name}, {why}", param=name)
+    for name, field in DatasetRecipe.model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        if name not in OF_DOCUMENTS and getattr(recipe, name) != default:
+            raise BadInput(f"{name} has no effect with documents, which have no runs", param=name)
 
 
 def _check_rendering(recipe: DatasetRecipe) -> None:
@@ -105,6 +125,8 @@ def _check_pairs(recipe: DatasetRecipe) -> None:
 
 def query_of(recipe: DatasetRecipe) -> RunQuery | None:
     """Return the query for the runs to consider, or None if there can be none. Raises BadInput."""
+    if recipe.documents:
+        return None
     filters = recipe.where.model_dump() if recipe.where else {}
     if recipe.loop is not None and filters.get("loop") not in (None, recipe.loop):
         raise BadInput(
@@ -129,7 +151,7 @@ def recipe_name(recipe: DatasetRecipe) -> str:
 
 def defining_fields(recipe: DatasetRecipe) -> dict[str, Any]:
     """Return the fields of a recipe that decide the content of its dataset."""
-    fields = recipe.model_dump(mode="json", exclude={"tokenizer"})
+    fields = recipe.model_dump(mode="json", exclude={"tokenizer", "documents"})
     # iterations under their earlier name: so datasets older than this one keep their names
     del fields["iterations"]
     fields["generations"] = recipe.iterations and sorted(set(recipe.iterations))

@@ -261,6 +261,9 @@ class DatasetRuns:
         return recipe
 
     def _missing(self, count: int, some: Sequence[str]) -> BadInput:
+        if self.manifest.get("documents"):
+            message = f"the dataset {self.id} is of documents, not of runs: export it as `tokens`"
+            return BadInput(message, param="dataset", code="missing_runs")
         more = ", ..." if count > len(some) else ""
         return BadInput(
             f"{count:,} runs of the dataset {self.id} are no longer in the store ({', '.join(some)}"

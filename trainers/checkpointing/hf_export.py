@@ -318,7 +318,7 @@ def publish(
         if aside is None:
             write_together("the checkpoint", write_adapter)
     ours = training.parent.resolve().parent == final.parent.resolve() and below is None
-    config = config_of(training.parent, training.model)
+    config = config_of(training.parent, training.source)
     # a parent that was dequantised has no such tensors
     same = training.hyper.init != "random" and config == read_config(training.parent)
     changes = spec.changes_only and ours and same

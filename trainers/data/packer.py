@@ -7,7 +7,7 @@ and without attention between them. No torch. Read next: training/train_step.py.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -39,10 +39,10 @@ class BaselineLogprobs:
     mismatched: Samples | None = None
     mismatched_reference: Floats = field(default_factory=lambda: np.zeros(0, np.float32))
 
-    @cached_property
+    @property
     def marks(self) -> Ints:
         """The number of trained tokens of each sample, [samples]."""
-        return np.array([int((mask[1:] > 0).sum()) for mask in self.samples.masks])
+        return self.samples.marks
 
     def weight_scale(self, indices: Sequence[int]) -> float:
         """Return the factor that makes the samples' mean weight 1 over their trained tokens."""
@@ -101,11 +101,11 @@ def step_units(hyper: Hyperparameters, step: int, weights: npt.NDArray[np.float6
     return [int(_permutation(hyper.seed, epoch, len(weights))[i]) for epoch, i in epochs]
 
 
-def samples_to_train_on(hyper: Hyperparameters, samples: Samples) -> list[int]:
+def samples_to_train_on(hyper: Hyperparameters, samples: Samples) -> Sequence[int]:
     """Return the samples that a job's steps take, in order."""
     weights = samples.unit_weights
     if hyper.steps * hyper.batch_size >= len(weights):  # nearly all: drawing them is not worth it
-        return list(range(len(samples)))
+        return range(len(samples))
     units = {unit for step in range(hyper.steps) for unit in step_units(hyper, step, weights)}
     return sorted(place for unit in units for place in samples.units[unit])
 

@@ -1,7 +1,8 @@
 """Samples: a dataset on disk, read and checked once by job/job.py before the ranks start.
 
 The columns are described in runtime/datasets/token_shards.py. A sample's arrays are views
-into flat buffers, of 18 bytes per token for grpo and 14 for the other methods. No torch. Read next:
+into flat buffers, of 18 bytes per token for grpo and 14 for the other methods. Those of documents
+stay on disk, and are read as steps take them (stored_tokens.py). No torch. Read next:
 job/job_inputs.py, which checks samples against a model; packer.py, which packs them.
 """
 
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.runtime.datasets.reader import MANIFEST, SplitName, read_manifest, shards_in
+from cray_agents.trainers.data.stored_tokens import Contexts, Repeated, StoredTokens, store_tokens
 from cray_agents.training_jobs import ON_POLICY, MethodName
 
 Ints = npt.NDArray[np.signedinteger[Any]]
@@ -39,22 +41,23 @@ class Samples:
     """A dataset's sequences with something to learn, in file order.
 
     Lists are by sample, their arrays [length], one number per token. `units` are the samples that a
-    step takes together: pairs (dpo; the better one first), else single samples.
+    step takes together: pairs (dpo; the better one first), pieces of documents that fill a context,
+    else single samples. They follow each other.
     """
 
-    tokens: list[Ints]
-    masks: list[Floats]  # 1: predict this token
-    sampled: list[Floats]  # the engine's log-probability; 0 for tokens that it did not sample
-    advantages: list[Floats]  # 0 off the mask
-    sampled_by: list[Ints]  # place in `versions`; -1: not sampled, or by an unknown version
+    tokens: Sequence[Ints]
+    masks: Sequence[Floats]  # 1: predict this token
+    sampled: Sequence[Floats]  # the engine's log-probability; 0 for tokens that it did not sample
+    advantages: Sequence[Floats]  # 0 off the mask
+    sampled_by: Sequence[Ints]  # place in `versions`; -1: not sampled, or by an unknown version
     versions: list[str]  # `model@version`
     weights: npt.NDArray[np.float64]  # [samples]
     chosen: Floats  # [samples]: 1 better or desirable, 0 worse or undesirable
     rewards: npt.NDArray[np.float64]  # [samples]; nan: unknown
     temperatures: npt.NDArray[np.float64]  # [samples]; nan: not sampled, or several
     shaped: npt.NDArray[np.bool_]  # [samples]: sampled with more than a temperature (top_p, ...)
-    run_ids: list[str]  # "": unknown
-    units: list[list[int]]
+    run_ids: Sequence[str]  # "": unknown
+    units: Sequence[Sequence[int]]
     routes: list[Ints] = field(default_factory=list)  # [length, numbers]; -1: unknown; or none
     left_out: int = 0  # samples without a trainable token, and their partners in pairs
 
@@ -62,13 +65,49 @@ class Samples:
         return len(self.tokens)
 
     @cached_property
+    def lengths(self) -> Ints:
+        """The number of tokens of each sample, [samples]."""
+        if isinstance(self.tokens, StoredTokens):
+            return self.tokens.lengths
+        return np.array([len(ids) for ids in self.tokens], np.int64)
+
+    @cached_property
+    def token_range(self) -> tuple[int, int]:
+        """The lowest and the highest token id."""
+        if isinstance(self.tokens, StoredTokens):
+            return self.tokens.lowest, self.tokens.highest
+        bounds = [(int(ids.min()), int(ids.max())) for ids in self.tokens if len(ids)]
+        return min((low for low, _ in bounds), default=0), max((h for _, h in bounds), default=0)
+
+    @cached_property
+    def marks(self) -> Ints:
+        """The number of trained tokens of each sample, [samples]."""
+        if isinstance(self.masks, Repeated):
+            return self.lengths - 1
+        return np.array([int((mask[1:] > 0).sum()) for mask in self.masks])
+
+    @cached_property
     def unit_weights(self) -> npt.NDArray[np.float64]:
         """The weights with which `order` 'weighted' draws units, [units]."""
-        return self.weights[[unit[0] for unit in self.units]]
+        return self.weights[self._unit_starts]
+
+    @cached_property
+    def unit_costs(self) -> Ints:
+        """The tokens that each unit adds to a micro-batch, [units]."""
+        if not len(self.units):
+            return np.zeros(0, np.int64)
+        costs: Ints = np.add.reduceat(self.lengths.astype(np.int64) - 1, self._unit_starts)
+        return costs
+
+    @cached_property
+    def _unit_starts(self) -> Ints:
+        if isinstance(self.units, Contexts):
+            return self.units.starts
+        return np.array([unit[0] for unit in self.units], np.int64)
 
     def cost(self, index: int) -> int:
         """Return the tokens that a sample adds to a micro-batch; its last one is only a target."""
-        return len(self.tokens[index]) - 1
+        return int(self.lengths[index]) - 1
 
     def only(self, indices: Sequence[int]) -> Self:
         """Return some of the samples, each a unit of its own."""
@@ -127,7 +166,11 @@ def read_samples(folder: Path, method: MethodName = "sft", split: SplitName = "t
 
     Raises NotFound, Corrupt, or BadInput when the method cannot use it.
     """
-    shards = _shards(folder, method, split)
+    manifest = _manifest(folder, method)
+    if (recipe := manifest.get("recipe") or {}).get("documents"):
+        stored = store_tokens(folder, manifest, split)
+        return Samples.of([]) if stored is None else _of_documents(stored, recipe["max_tokens"])
+    shards = shards_in(folder, manifest, split)
     versions: dict[str, int] = {}  # version -> place
     tables = [
         _samples_of(table, method, versions, path)
@@ -146,8 +189,35 @@ def read_samples(folder: Path, method: MethodName = "sft", split: SplitName = "t
     return samples
 
 
-def _shards(folder: Path, method: MethodName, split: SplitName) -> list[Path]:
-    """Return a split's shards, in order, each verified. Raises NotFound, BadInput, Corrupt."""
+def _of_documents(tokens: StoredTokens, context: int) -> Samples:
+    """Return the samples of documents, of whose tokens all but the first are learnt."""
+    count, lengths = len(tokens), tokens.lengths
+
+    def rows(value: int, dtype: type[np.generic]) -> Repeated:
+        return Repeated(np.full(lengths.max(initial=0), value, dtype), count, lengths)
+
+    def numbers(value: float, dtype: type[np.generic]) -> Any:
+        return np.broadcast_to(np.array(value, dtype), count)  # one number in memory
+
+    return Samples(
+        tokens=tokens,
+        masks=rows(1, np.float32),
+        sampled=rows(0, np.float32),
+        advantages=rows(0, np.float32),
+        sampled_by=rows(-1, np.int16),
+        versions=[],
+        weights=numbers(1, np.float64),
+        chosen=numbers(0, np.float32),
+        rewards=numbers(np.nan, np.float64),
+        temperatures=numbers(np.nan, np.float64),
+        shaped=numbers(0, np.bool_),
+        run_ids=Repeated("", count),
+        units=Contexts(lengths - 1, context),
+    )
+
+
+def _manifest(folder: Path, method: MethodName) -> dict[str, Any]:
+    """Return the manifest of a dataset for a method. Raises NotFound, BadInput, Corrupt."""
     try:
         manifest = read_manifest(folder)
     except FileNotFoundError as problem:
@@ -160,7 +230,7 @@ def _shards(folder: Path, method: MethodName, split: SplitName) -> list[Path]:
             f" {method}: build a dataset with method {method!r}, or train with {made_for!r}",
             param="dataset",
         )
-    return shards_in(folder, manifest, split)
+    return manifest
 
 
 def _tables(path: Path, method: MethodName) -> Iterator[Any]:

@@ -97,17 +97,18 @@ class Baselines:
         `others`: the first step begins with other weights than those that the files store.
         """
         hyper = self._spec.hyperparameters
-        places = samples_to_train_on(hyper, samples)
+        scores = self._spec.method != "sft" or self._reference_path is not None
+        places = samples_to_train_on(hyper, samples) if scores else ()
         drops = hyper.lora is not None and hyper.lora.dropout > 0
         itself = hyper.steps == 1 and not others and not drops
         return self._baseline(samples, "train", places, None if itself else scored)
 
     def of_validation(self, samples: Samples) -> BaselineLogprobs:
         """Return the validation split with the same baselines."""
-        return self._baseline(samples, "validation", list(range(len(samples))), {})
+        return self._baseline(samples, "validation", range(len(samples)), {})
 
     def _baseline(
-        self, samples: Samples, split: str, places: list[int], scored: LogprobsBySample | None
+        self, samples: Samples, split: str, places: Sequence[int], scored: LogprobsBySample | None
     ) -> BaselineLogprobs:
         """Return a split with its columns. `scored` None: the step itself computes p_before."""
         spec = self._spec
@@ -139,7 +140,7 @@ class Baselines:
         return BaselineLogprobs(samples, columns, mismatched, sums)
 
     def _parent(
-        self, samples: Samples, name: str, places: list[int], scored: LogprobsBySample
+        self, samples: Samples, name: str, places: Sequence[int], scored: LogprobsBySample
     ) -> LogprobsBySample:
         def compute() -> list[Floats]:
             unknown = [i for i in places if i not in scored]
@@ -148,7 +149,7 @@ class Baselines:
 
         return self._load_or_compute(samples, name, places, compute)
 
-    def _reference(self, samples: Samples, name: str, places: list[int]) -> LogprobsBySample:
+    def _reference(self, samples: Samples, name: str, places: Sequence[int]) -> LogprobsBySample:
         """Score under the reference's weights, which are the parent's unless the job names some."""
         reference, training = self._reference_path, self._training
         if reference is None:
@@ -164,7 +165,7 @@ class Baselines:
         return self._load_or_compute(samples, name, places, compute)
 
     def _teacher(
-        self, teacher: Path, samples: Samples, name: str, places: list[int]
+        self, teacher: Path, samples: Samples, name: str, places: Sequence[int]
     ) -> LogprobsBySample:
         """Score under a teacher, whose weights are in memory only meanwhile."""
 
@@ -183,7 +184,11 @@ class Baselines:
         return self._load_or_compute(samples, name, places, compute)
 
     def _load_or_compute(
-        self, samples: Samples, name: str, places: list[int], compute: Callable[[], list[Floats]]
+        self,
+        samples: Samples,
+        name: str,
+        places: Sequence[int],
+        compute: Callable[[], list[Floats]],
     ) -> LogprobsBySample:
         """Read the numbers of an earlier attempt, or compute and keep them."""
         path = self._folder / name

@@ -27,6 +27,7 @@ from cray_agents.runtime.registry.checkpoints import (
 )
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.trainers.data.samples import Samples, read_samples
+from cray_agents.trainers.data.stored_tokens import StoredTokens
 from cray_agents.trainers.job.engine_agreement import places_of_parent
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import note_steps
@@ -264,21 +265,24 @@ def remark_on_epochs(hyper: Hyperparameters, units: int) -> str:
 # ---- samples against the model
 def check_samples(samples: Samples, model: Architecture, hyper: Hyperparameters) -> None:
     """Raise BadInput if the model cannot read a sample or a micro-batch cannot hold a unit."""
-    for place, ids in enumerate(samples.tokens):
-        low, high = ids.min(), ids.max()
-        if high >= model.vocab or low < 0:
-            bad = low if low < 0 else high
-            raise BadInput(
-                f"{_label(samples, place)} has token id {bad}, outside the model's vocabulary of"
-                f" {model.vocab}: the dataset was made with another tokenizer",
-                param="dataset",
-            )
-        if len(ids) > model.max_tokens:
-            raise BadInput(
-                f"{_label(samples, place)} has {len(ids)} tokens, and the model attends to"
-                f" {model.max_tokens}: build the dataset with max_tokens {model.max_tokens}",
-                param="dataset",
-            )
+    low, high = samples.token_range
+    if high >= model.vocab or low < 0:
+        bad = low if low < 0 else high
+        place = next(place for place, ids in enumerate(samples.tokens) if bad in ids)
+        raise BadInput(
+            f"{_label(samples, place)} has token id {bad}, outside the model's vocabulary of"
+            f" {model.vocab}: the dataset was made with another tokenizer",
+            param="dataset",
+        )
+    place = int(samples.lengths.argmax()) if len(samples) else 0
+    # the last token of a document's piece is only a target: the model does not read it
+    only_target = isinstance(samples.tokens, StoredTokens)
+    if len(samples) and (most := int(samples.lengths[place]) - only_target) > model.max_tokens:
+        raise BadInput(
+            f"{_label(samples, place)} has {most} tokens, and the model attends to"
+            f" {model.max_tokens}: build the dataset with max_tokens {model.max_tokens}",
+            param="dataset",
+        )
     _check_room(samples, hyper.max_tokens_per_microbatch)
     for name, used in (("order", hyper.order == "weighted"), ("weigh_loss", hyper.weigh_loss)):
         weights = samples.weights
@@ -312,12 +316,14 @@ def check_routes(samples: Samples, model: Architecture, spec: JobSpec) -> None:
 
 
 def _check_room(samples: Samples, room: int) -> None:
-    costs = [sum(samples.cost(i) for i in unit) for unit in samples.units]
-    most = max(range(len(costs)), key=costs.__getitem__, default=None)
-    if most is None or costs[most] <= room:
+    costs = samples.unit_costs
+    if not len(costs) or costs.max() <= room:
         return
+    most = int(costs.argmax())
     first, *rest = samples.units[most]
     what = f"the pair of {_label(samples, first)}" if rest else _label(samples, first)
+    if isinstance(samples.tokens, StoredTokens):
+        what, rest = "a context of documents", []
     raise BadInput(
         f"{what} has {costs[most] + 1 + len(rest)} tokens: raise max_tokens_per_microbatch"
         f" ({room}) to at least {costs[most]}, or build the dataset with a smaller max_tokens",
@@ -353,7 +359,9 @@ def check_tokenizer(samples: Samples, folder: Path, home: Home, parent: Path) ->
             continue
         verify_settings(path.parent)
         ours, theirs = _texts(own), _texts(path)
-        other = [i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)]
+        low, high = samples.token_range
+        known = (i for i in ours.keys() | theirs.keys() if low <= i <= high)
+        other = [i for i in known if ours.get(i) != theirs.get(i)]
         if (token := _first_of(other, samples)) is not None:
             raise BadInput(
                 f"the tokens of dataset {folder.name} were made by {name}, whose tokenizer is not"
@@ -416,7 +424,8 @@ def _source_tokenizers(samples: Samples, folder: Path, home: Home) -> dict[str, 
         tokenizers[version] = home.checkpoint(checkpoint) / TOKENIZER
     manifest = read_dataset_manifest(folder)
     recipe = manifest.get("recipe", {})
-    if recipe.get("tokenizer") and (manifest.get("demonstrations") or recipe.get("render")):
+    rendered_any = manifest.get("demonstrations") or manifest.get("documents")
+    if recipe.get("tokenizer") and (rendered_any or recipe.get("render")):
         rendered = Path(recipe["tokenizer"])
         tokenizers[f"the tokenizer in {rendered}"] = rendered / TOKENIZER
     return tokenizers

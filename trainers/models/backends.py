@@ -35,6 +35,7 @@ from cray_agents.trainers.models.megatron_bridge.bridged_model import (
 from cray_agents.trainers.models.model import build_model, layers_of
 from cray_agents.trainers.models.tensors import tensor_shapes
 from cray_agents.trainers.models.transformers_backend.causal_model import Agree, build_transformers
+from cray_agents.trainers.models.transformers_backend.initial_weights import initial_weights
 from cray_agents.trainers.models.transformers_backend.linear_adapter import add_adapters
 from cray_agents.trainers.models.transformers_backend.parent_files import ExportUnit, ParentFiles
 from cray_agents.trainers.models.transformers_backend.weight_shards import WeightShards
@@ -75,6 +76,8 @@ def first_source(parent: Path, model: Architecture, hyper: Hyperparameters) -> A
     """
     parent = continued_base(parent, hyper.lora) or parent
     if model.backend != "megatron":
+        if hyper.init == "random":
+            parent = initial_weights(parent, hyper.seed)
         return source_of(parent, model)
     return weight_source(parent, model, hyper)
 
@@ -207,12 +210,13 @@ def plan_files(
     return FilePlan(dtypes, shapes, sizes, mine, lambda: export_pieces(plan, model, of))
 
 
-def config_of(parent: Path, model: Architecture) -> dict[str, Any]:
+def config_of(parent: Path, source: AnySource) -> dict[str, Any]:
     """Return the config.json of an export: the parent's, or that of its dequantised weights.
 
     References to code in a directory that may be run lead to that directory from anywhere.
     """
-    config = read_config(parent) if model.backend == "megatron" else ParentFiles(parent).config
+    files = source.files if isinstance(source, BridgedParent) else source
+    config = files.config if isinstance(files, ParentFiles) else read_config(parent)
     return with_whole_references(config, parent)
 
 

@@ -42,12 +42,7 @@ def read_parent(
     model = read_architecture(checkpoint, backend, layout)
     if model.backend != "megatron":
         if init == "random":
-            raise BadInput(
-                f"init=random has no effect on a {model.kind!r} model, which is trained by"
-                f" backend={model.backend} from the weights of its directory: leave init out, and"
-                " save a model with random weights by transformers first",
-                param="init",
-            )
+            return model
         from cray_agents.trainers.models.transformers_backend.parent_files import ParentFiles
 
         ParentFiles(checkpoint)  # compares its files with its config

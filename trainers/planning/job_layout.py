@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
-from cray_agents.runtime.datasets.reader import read_dataset
+from cray_agents.runtime.datasets.reader import mean_length, read_dataset
 from cray_agents.trainers.models.architecture import (
     Architecture,
     read_architecture,
@@ -189,10 +189,9 @@ def usual_length(spec: JobSpec, home: Home) -> int:
     """
     if spec.commands is not None:
         return COMMANDED
-    split = read_dataset(home, spec.dataset).get("splits", {}).get("train", {})
-    if not split.get("samples"):
+    mean = mean_length(read_dataset(home, spec.dataset))
+    if not mean:
         raise BadInput(f"dataset {spec.dataset} has no samples to train on", param="dataset")
-    mean: float = split["tokens"] / split["samples"]
     return max(1, round(2 * mean if spec.method == "dpo" else mean))
 
 

@@ -47,7 +47,7 @@ class Accumulation:
         with self._unreduced(), nullcontext() if backward else torch.no_grad():
             reports = training.run_passes(batches, partial(self._report, loss), learn=backward)
         sums = training.ranks.add_up([sums for _, sums in reports], stop=False)
-        marks = [int((mask[1:] > 0).sum()) for mask in samples.masks]
+        marks = samples.marks.tolist()
         rows = [rows for rows, _ in reports]
         logprobs = training.ranks.collect(rows, batches, members, marks)
         total, _ = sums.pop("loss")

@@ -61,12 +61,16 @@ def list_datasets(services: Current, limit: Limit = 20, after: After = None) -> 
     max_body="runs",
 )
 async def build_dataset(services: Current, request: Request, body: DatasetRecipe) -> Response:
-    """Build a training set from runs and demonstrations.
+    """Build a training set from runs and demonstrations, or from documents.
 
     The same recipe is built once. `tokenizer` is a checkpoint directory, an id, or `name@N`.
     `rejected` counts the runs left out by reason.
     """
-    await asyncio.to_thread(_check_uploaded, services.files, body.decontamination.files)
+    for param, names in (
+        ("decontamination.files", body.decontamination.files),
+        ("documents", body.documents),
+    ):
+        await asyncio.to_thread(_check_uploaded, services.files, names, param)
     if body.tokenizer is not None:
         roots = may_name(request, services.model_roots)
         tokenizer = await asyncio.to_thread(services.registry.directory, body.tokenizer, roots)
@@ -183,15 +187,15 @@ async def read_dataset_card(services: Current, dataset_id: DatasetId) -> Respons
     return FileResponse(path, media_type="text/markdown")
 
 
-def _check_uploaded(files: Files, names: list[str]) -> None:
-    """Raise BadInput unless these are uploaded files: the dataset's card quotes their texts."""
+def _check_uploaded(files: Files, names: list[str], param: str) -> None:
+    """Raise BadInput unless these are uploaded files: a client gets to read their texts."""
     for name in names:
         try:
             files.get(name)
         except NotFound as error:
             raise BadInput(
                 f"{name[:200]!r} is no uploaded file's id: send the file to /v1/files first",
-                param="decontamination.files",
+                param=param,
             ) from error
 
 

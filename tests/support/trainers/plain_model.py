@@ -39,9 +39,17 @@ def logprobs_of(network: Any, row: Row) -> torch.Tensor:
 
 
 def plain_losses(
-    parent: Path, rows: Sequence[Row], hyper: Hyperparameters, noise: int | None = None
+    parent: Path,
+    rows: Sequence[Row],
+    hyper: Hyperparameters,
+    noise: int | None = None,
+    units: Sequence[Sequence[int]] | None = None,
 ) -> list[float]:
-    """The losses of SFT; `noise` seeds relative changes of 1e-7 of the first weights."""
+    """The losses of SFT; `noise` seeds relative changes of 1e-7 of the first weights.
+
+    `units`: the rows that a step takes together, else each alone.
+    """
+    units = [[i] for i in range(len(rows))] if units is None else units
     network = plain_network(parent)
     named = dict(network.named_parameters())
     if noise is not None:
@@ -58,7 +66,8 @@ def plain_losses(
     adam = torch.optim.AdamW(groups, lr=hyper.learning_rate, betas=betas, eps=hyper.adam_eps)
     losses = []
     for step in range(hyper.steps):
-        chosen = [rows[i] for i in step_units(hyper, step, np.ones(len(rows)))]
+        taken = step_units(hyper, step, np.ones(len(units)))
+        chosen = [rows[place] for unit in taken for place in units[unit]]
         adam.zero_grad()
         total, count = 0.0, sum(len(row) - 1 for row in chosen)
         for row in chosen:

@@ -1,5 +1,6 @@
 """Each method trains a tiny model: what it is for goes up, and the rest goes down."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
-def logprobs(checkpoint: Path, ids: list[Ints], prompt: int) -> np.ndarray[Any, Any]:
+def logprobs(checkpoint: Path, ids: Sequence[Ints], prompt: int) -> np.ndarray[Any, Any]:
     """The mean log-probability of each sequence behind its prompt, by transformers."""
     import torch
     from transformers import AutoModelForCausalLM

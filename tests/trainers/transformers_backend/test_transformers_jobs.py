@@ -1,6 +1,8 @@
 """Jobs of kinds without Megatron layers: methods, resume, their record, and what is refused."""
 
 import json
+import math
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from cray_agents.runtime.registry import checkpoints
 from cray_agents.trainers.job.job_state import read_status
 from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.trainers.models.tensors import read_parent
+from cray_agents.trainers.models.transformers_backend.initial_weights import initial_weights
 from cray_agents.trainers.models.transformers_backend.linear_adapter import add_adapters
 from cray_agents.trainers.planning.layouts import check_layout
 from cray_agents.training_jobs import Layout, Lora
@@ -109,10 +112,43 @@ def test_what_the_transformers_backend_cannot_do_is_refused_by_name(
         check_layout(asked, Layout(tensor=2))
     with pytest.raises(BadInput, match=r"no linear layer of these names.*train all weights"):
         add_adapters(torch.nn.Module(), Lora(), 0)
-    with pytest.raises(BadInput, match="init=random"):
-        read_parent(sinks, "random")
     with pytest.raises(BadInput, match=r"'gpt_oss'.*backend=megatron.*llama.*backend=transformers"):
         read_architecture(sinks, "megatron")
+
+
+def test_a_job_starts_at_random_from_a_config_alone(lab: Any, sinks: Path, tmp_path: Path) -> None:
+    """As transformers draws the weights, equal on both ranks, and trained as it trains them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    lab.dataset()
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(sinks / "config.json", bare)
+    hyper = {"init": "random", "seed": 5, "steps": 4, "learning_rate": 1e-3}
+    sha256 = checkpoints.config_sha256(bare)
+    spec = lab.spec(bare, hyper=hyper, parent_sha256=sha256, layout={"data": 2})
+    job = lab.run(spec)
+    child = lab.home.checkpoint(spec.id)
+    assert checkpoints.verify(child).parent_sha256 == sha256
+    assert json.loads((child / "config.json").read_text()) == json.loads(
+        (bare / "config.json").read_text()
+    )
+    AutoModelForCausalLM.from_pretrained(child)
+    drawn = initial_weights(bare, 5)
+    config = AutoConfig.from_pretrained(bare)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        theirs = AutoModelForCausalLM.from_config(config).state_dict()
+    ours = AutoModelForCausalLM.from_pretrained(drawn).state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name].float(), theirs[name].float()) for name in theirs)
+    assert initial_weights(bare, 6) != drawn
+    assert job.losses[0] == pytest.approx(math.log(500), abs=0.5)
+    no_rate = {"learning_rate": 0.0, "min_learning_rate": 0.0}
+    still = lab.spec(bare, hyper=hyper | no_rate, parent_sha256=sha256)
+    lab.run(still)
+    kept = AutoModelForCausalLM.from_pretrained(lab.home.checkpoint(still.id)).state_dict()
+    assert all(torch.equal(kept[name], ours[name]) for name in ours)
 
 
 def test_weights_are_counted_as_transformers_has_them(sinks: Path, models: Any) -> None:

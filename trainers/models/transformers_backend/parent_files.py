@@ -114,7 +114,7 @@ class ParentFiles:
         """The config.json of an export: the parent's, without a quantisation that it has not."""
         if not self._packed:
             return dict(self._raw)
-        config: dict[str, Any] = _unquantised(self._raw)
+        config: dict[str, Any] = unquantised(self._raw)
         return config if "torch_dtype" in config else config | {"dtype": "bfloat16"}
 
     def skeleton(self) -> Any:
@@ -397,11 +397,11 @@ class ParentFiles:
         return self.folder / self._stored[next(iter(stored))].file
 
 
-def _unquantised(raw: Any) -> Any:
+def unquantised(raw: Any) -> Any:
     """Return a config without quantisation, whose types are those of dequantised tensors."""
     if not isinstance(raw, dict):
         return raw
-    kept = {k: _unquantised(v) for k, v in raw.items() if k != "quantization_config"}
+    kept = {k: unquantised(v) for k, v in raw.items() if k != "quantization_config"}
     return {k: "bfloat16" if k in ("dtype", "torch_dtype") else v for k, v in kept.items()}
 
 

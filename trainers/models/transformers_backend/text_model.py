@@ -9,7 +9,7 @@ conversions.py.
 import importlib.metadata
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -105,10 +105,27 @@ class TextModel:
         except ImportError:
             return None
 
-    def _construct(self, kind: Any, config: Any, dtype: torch.dtype, device: str) -> Any:
+    def draw(self, seed: int) -> Any:
+        """Return the module with all parts, and weights that transformers draws from a seed.
+
+        They are of the config's type, on the CPU. Raises SetupError as `build` does.
+        """
+        kind, config = self._whole or self._class, self.whole_config
+        dtype = getattr(config.get_text_config(), "dtype", None) or torch.float32
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                return self._construct(kind, config, dtype, "cpu", drawn=True)
+        except ImportError as error:
+            reason = " ".join(str(error).split())[:300]
+            raise SetupError(f"{kind.__name__} of transformers needs: {reason}") from error
+
+    def _construct(
+        self, kind: Any, config: Any, dtype: torch.dtype, device: str, *, drawn: bool = False
+    ) -> Any:
         with (
             self._refused(f"describes no {kind.__name__} that transformers can build"),
-            _no_values(),
+            nullcontext() if drawn else _no_values(),
             torch.device(device),
         ):
             return kind._from_config(deepcopy(config), dtype=dtype)
