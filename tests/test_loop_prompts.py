@@ -60,14 +60,15 @@ def luck(text: str) -> float:
 
 
 def speak(request: dict[str, Any], version: str) -> Any:
-    """Right in a third of the cases; by a third more with examples, and with the rule."""
+    """Right in a third of the cases; more with examples, with trained weights, and the rule."""
     messages = request["messages"]
     if "write a new instruction" in messages[0]["content"]:
         return f"Here they are:\n```\n{RULE}\n```"
     asked = messages[-1]["content"]
-    helps = [len(messages) > 2, RULE in messages[0]["content"]]
+    skill = 0.3 + 0.25 * (len(messages) > 2) + 0.35 * (RULE in messages[0]["content"])
+    skill += 0.2 * (version in ("m@3", "m@4"))
     word = asked.removeprefix("say ")
-    return word.upper() if luck(asked) < 0.3 + 0.35 * sum(helps) else word
+    return word.upper() if luck(asked) < skill else word
 
 
 def crier(**changes: Any) -> Agent:
@@ -118,7 +119,7 @@ def test_prompt_then_weights_then_prompt(tmp_path: Path) -> None:
     assert (shown.checkpoint, start.prompts) == (start.checkpoint, {})
     assert (done[1].promoted, done[1].version, done[1].prompt) == (True, "m@2", prompt.id)
     assert done[1].wins and done[1].evidence >= 20 and done[1].dataset is None
-    assert done[1].trials == 3 * 6 and compared.difference.value > 0.2
+    assert done[1].trials == 3 * 6 and compared.difference.value > 0.1
     # examples are whole good runs at train tasks, and hold no gold answer
     asked, said = prompt.examples[::2], prompt.examples[1::2]
     assert [one["content"] for one in said] == [one["content"][4:].upper() for one in asked]
