@@ -58,6 +58,12 @@ def check_submitted(spec: JobSpec, home: Home, scheduler: str, *, turns: bool) -
             " Slurm's options do nothing for: leave slurm_options out",
             param="slurm_options",
         )
+    if spec.spare_nodes and scheduler == "local":
+        raise BadInput(
+            f"spare_nodes={spec.spare_nodes}: jobs of this platform are local processes, which have"
+            " no other node: leave spare_nodes out",
+            param="spare_nodes",
+        )
     corrected = spec.method in ON_POLICY and spec.commands is None
     if corrected and spec.engine_dtype == "fp8" and hyper.policy.importance_cap is None:
         raise BadInput(FP8_NEEDS_CAP, param="importance_cap")
@@ -100,6 +106,7 @@ def build_command(
         log=str(log.resolve()),
         environment=environment,
         nodes=nodes,
+        spare_nodes=spec.spare_nodes,
         ranks=world,
         cpus_per_rank=cores,
         gpus=gpus,
