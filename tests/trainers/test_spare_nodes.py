@@ -22,7 +22,7 @@ from cray_agents.runtime.scheduler.batch_script import batch_script
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.site_environment import missing_programs
 from cray_agents.runtime.scheduler.slurm import Slurm
-from cray_agents.trainers.job import spare_nodes
+from cray_agents.trainers.job.failures.failure import FailureSettings
 from cray_agents.trainers.job.job_command import check_submitted
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
@@ -102,7 +102,8 @@ def held_job(lab: Any, folder: Path, spec: JobSpec) -> Iterator[HeldJob]:
     cluster = PrivateCluster(folder / "slurm", nodes=3, cpus=1)
     cluster.start()
     with Slurm(folder / "slurm", cluster) as scheduler:
-        trainer = MegatronTrainer(lab.home, scheduler, Resources(nodes=2))
+        patient = FailureSettings(hang_seconds=600)  # the machine may be slow
+        trainer = MegatronTrainer(lab.home, scheduler, Resources(nodes=2), failures=patient)
         trainer.submit(spec)
         job = HeldJob(lab, cluster, scheduler, trainer, JobJournal(lab.home, spec.id))
         job.wait(lambda: "waits as a spare node" in job.journal.log_tail(), "a spare node")
@@ -224,7 +225,7 @@ def test_launchers_agree_on_who_trains(tmp_path: Path, monkeypatch: pytest.Monke
     assert {*went_on.nodes, *went_on.spares} == {"n1", "s1", "s2"}
     unharmed = launchers(tmp_path / "unharmed", ["n1", "n2"], [])
     assert {d.code for d in unharmed.values()} == {1} and not unharmed["n1"].lost
-    monkeypatch.setattr(spare_nodes, "PATIENCE", 0.5)
+    monkeypatch.setenv("RANK_SILENCE_SECONDS", "4")
     none_left = launchers(tmp_path / "silent", ["n1"], [])["n1"]
     assert (none_left.nodes, none_left.lost, none_left.code) == ([], ["n2"], 1)
 

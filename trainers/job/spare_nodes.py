@@ -27,10 +27,10 @@ from pydantic import Field
 
 from cray_agents.records import Record
 from cray_agents.runtime.disk import checksums, durable
-from cray_agents.trainers.job.failures.rank_monitor import node_name
+from cray_agents.trainers.job.failures.rank_monitor import node_name, silence_limit
 from cray_agents.trainers.job.launch import START, RankPlacement, share_of
 
-PATIENCE = 15.0  # seconds in which a launcher that lives answers
+PATIENCE = 1 / 8  # of the silence limit of ranks: in that time a launcher that lives answers
 POLL = 0.2
 #: Set by the batch script: the names of all nodes, how many of them are spare, and the folder.
 NODES, SPARES, FOLDER = "RANKS_NODES", "RANKS_SPARES", "RANKS_FOLDER"
@@ -99,7 +99,7 @@ class HeldNodes:
         self.round += 1
         file = self._folder / f"{self.round}.json"
         durable.create_file(self._folder / f"{self.round}-{self.here}", b"")
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + PATIENCE * silence_limit()
         while file.name not in (names := durable.names_in(self._folder)):
             every = [*self.training, *self.spares]
             here = [node for node in every if f"{self.round}-{node}" in names]
