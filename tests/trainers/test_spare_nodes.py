@@ -111,7 +111,7 @@ def held_job(lab: Any, folder: Path, spec: JobSpec) -> Iterator[HeldJob]:
         yield job
 
 
-def spec_of(lab: Any, steps: int = 300) -> JobSpec:
+def spec_of(lab: Any, steps: int = 120) -> JobSpec:
     lab.dataset()
     spec: JobSpec = lab.spec(
         "qwen3", layout={"data": 2}, hyper={"steps": steps}, save_every=5, spare_nodes=1
@@ -184,7 +184,7 @@ def test_nodes_killed_again_and_again_change_no_loss(
 
     def disturb(job: HeldJob, chance: random.Random, most: int) -> Counter[str]:
         hits = Counter[str]()
-        while hits.total() < most and job.reach(job.journal.step + chance.randrange(60)):
+        while hits.total() < most and job.reach(job.journal.step + chance.randrange(30)):
             node, step, was = chance.choice(NODES), job.journal.step, job.counts
             kill_node(job.cluster, node)
             job.wait(lambda: node in job.down(), "a node that is down")  # noqa: B023
