@@ -259,7 +259,7 @@ def test_the_script_starts_each_node_alone_and_notes_who_left(tmp_path: Path) ->
 def test_where_no_spare_node_can_be_held_it_is_refused(lab: Any) -> None:
     with pytest.raises(SchedulerError, match="one launcher a node: set tasks = 'node'"):
         batch_script(COMMAND, Path("/l"), settings=JobSettings(tasks="rank"))
-    with pytest.raises(BadInput, match="no other node: leave spare_nodes out"):
+    with pytest.raises(BadInput, match="one node: leave spare_nodes out"):
         check_submitted(spec_of(lab), lab.home, "local", turns=False)
     for wrong in ({"session": "s", "spare_nodes": 1}, {"spare_nodes": -1}):
         with pytest.raises(ValidationError, match=r"leave session out|greater than"):
