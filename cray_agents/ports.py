@@ -191,7 +191,8 @@ class Command(Record):
     `nodes` nodes. It starts the command once per node, or once per rank if the site's settings say
     so. `slurm_options` are this command's own, for sbatch. `notice_seconds` is the time before its
     limit at which it gets SIGTERM; None: a minute. `exclude` are nodes to leave out, the most
-    important first, as far as enough others are left.
+    important first, as far as enough others are left. `spare_nodes` are held beside `nodes`; the
+    command starts on them, too, and outlives the loss of a node.
     """
 
     name: str
@@ -200,6 +201,7 @@ class Command(Record):
     log: str
     environment: dict[str, str] = Field(default_factory=dict)
     nodes: int = 1
+    spare_nodes: int = 0
     ranks: int = 1
     cpus_per_rank: int = 1
     gpus: bool = False

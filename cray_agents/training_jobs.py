@@ -374,6 +374,8 @@ class JobSpec(StrictRecord):
       the space: a delta checkpoint. The platform makes it whole before it is promoted.
     - `slurm_options` are options of sbatch for this job alone, such as `--partition=long`. They win
       over the site's. See `SLURM_PER_JOB` for those that there are.
+    - `spare_nodes` are nodes that its Slurm job holds beside those that train: each takes the place
+      of one that is lost, without another wait in the queue.
     - `oversubscribe` admits the job also if it takes more cores, memory or GPUs than there are.
     - `logprob_limit` bounds the difference between the trainer's and the engine's
       log-probabilities: the largest where both compute in float32 (None: 0.01), else the 99th
@@ -409,6 +411,7 @@ class JobSpec(StrictRecord):
     changes_only: bool = False
     oversubscribe: bool = False
     slurm_options: list[str] = Field(default_factory=list)
+    spare_nodes: int = Field(0, ge=0)
 
     @field_validator("slurm_options")
     @classmethod
@@ -439,6 +442,10 @@ class JobSpec(StrictRecord):
             raise ValueError(
                 "slurm_options are for a job with processes of its own: give those of sessions in"
                 " cray-agents.toml, as session = [...] in the section [job.slurm_options]"
+            )
+        if self.session is not None and self.spare_nodes:
+            raise ValueError(
+                "spare_nodes are for a job with processes of its own: leave session out"
             )
         if method == "distill" and self.teacher is None:
             raise ValueError(
@@ -502,6 +509,7 @@ _EXECUTION_FIELDS = {
     "changes_only",
     "oversubscribe",
     "slurm_options",
+    "spare_nodes",
     "parent",
     "reference",
     "teacher",

@@ -55,6 +55,7 @@ SOAKS = [
     Soak("exports", "tests/runtime/exports/test_exporter.py", {"KILLS": 60}),
     Soak("deltas", "tests/runtime/test_delta_kills.py", {"KILLS": 60}),
     Soak("jobs", "tests/trainers/test_job_kills.py", {"KILLS": 200}),
+    Soak("nodes", "tests/trainers/test_spare_nodes.py -k again", {"KILLS": 50}, 14_400),
     Soak("sessions", "tests/test_session_kills.py", {"KILLS": 100}),
     Soak("ranks", "tests/test_session_kills.py", {"KILLS": 100, "RANKS": 2, "SEEDS": 2}),
     Soak("flips", "tests/test_bit_flips.py", {"FLIPS": 1000}),

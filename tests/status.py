@@ -50,6 +50,7 @@ the trainer's CUDA branches, on tensors without numbers | trainers/cuda_branches
 vLLM's parser and plug-ins for GPUs | runtime/vllm_for_gpus | |
 jobs that continue after failures | trainers/resume trainers/job | trainers/faults | hang
 versions while a job trains | trainers/job_versions loop_versions | |
+a spare node in place of a lost one | | trainers/spare_nodes |
 training sessions | trainers/session training_session | | session session-lora
 agreement of trainer and engine | trainers/engine_agreement | | logprobs
 router replay, from recorded experts | runtime/datasets/routes trainers/router_replay | |

@@ -84,6 +84,9 @@ def train(
     gpus: Annotated[int | None, _under(_CLUSTER, "The number of GPUs in all.", min=1)] = None,
     nodes: Annotated[int | None, _under(_CLUSTER, "The number of nodes.", min=1)] = None,
     gpus_per_node: Annotated[int, _under(_CLUSTER, "The GPUs of a node.", min=1)] = 8,
+    spare_nodes: Annotated[
+        int, _under(_CLUSTER, "Nodes held to take the place of a lost one.", min=0)
+    ] = 0,
     mfu: Annotated[
         float | None,
         _under(
@@ -162,6 +165,7 @@ def train(
         gpus_per_node,
         None if mfu is None else _positive("mfu", mfu, 1.0),
         price,
+        spare_nodes,
     )
     if isinstance(known, float):
         estimate = plan_by_size(known, workload, cluster, lora=lora_rank is not None)
@@ -352,6 +356,7 @@ def _lines(estimate: "Plan") -> list[tuple[str, str]]:
     work, cluster = estimate.workload, estimate.cluster
     cost = cluster.dollars(estimate.seconds)
     slow = estimate.slowdown
+    spare = f" and {cluster.held - cluster.gpus} spare ones" if cluster.spare_nodes else ""
     slower = "" if slow is None else f", {slow:.2f} times that for the layout"
     lines = [
         (
@@ -366,9 +371,9 @@ def _lines(estimate: "Plan") -> list[tuple[str, str]]:
         ),
         (
             "time",
-            f"{_duration(estimate.seconds)} on {cluster.gpus} x {cluster.gpu.name}, at"
+            f"{_duration(estimate.seconds)} on {cluster.gpus} x {cluster.gpu.name}{spare}, at"
             f" {cluster.share(slow):.0%} of {cluster.gpu.teraflops:g} TFLOP/s{slower}:"
-            f" {estimate.seconds * cluster.gpus / 3600:,.2f} GPU-hours",
+            f" {estimate.seconds * cluster.held / 3600:,.2f} GPU-hours",
         ),
         ("cost", "no price is known: give --price" if cost is None else f"${cost:,.2f}"),
         *_fitting(estimate),

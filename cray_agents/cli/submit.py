@@ -54,7 +54,7 @@ def submit(
             "--set",
             metavar="KEY=VALUE",
             help="A hyperparameter such as learning_rate=2e-5, policy.kl=0.01, lora.alpha=32, or"
-            " how the job is run: evaluate_every=50, save_every=100; repeatable.",
+            " how the job is run: evaluate_every=50, spare_nodes=1; repeatable.",
         ),
     ] = None,
     spec: Annotated[

@@ -47,6 +47,7 @@ SLURM_OWN = (
     "export",
     "gpus-per-node",
     "job-name",
+    "no-kill",
     "no-requeue",
     "nodes",
     "ntasks",

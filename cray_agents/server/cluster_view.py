@@ -170,7 +170,7 @@ class ClusterView:
         free: int,
     ) -> TrainingView:
         world = layout.world
-        nodes = self._resources.nodes_for(world)
+        nodes, spares = self._resources.nodes_for(world), 0 if spec is None else spec.spare_nodes
         units = world // nodes * (1 if self._gpus else self._resources.cores_each(world))
         began = job.since or time.time()
         saved = time.time()  # of an idle session: it has nothing to save
@@ -179,7 +179,7 @@ class ClusterView:
         return TrainingView(
             name=name,
             # with what is free on its node; of several nodes that is not looked at
-            nodes=nodes * (self._places(units + free) - self._places(free)),
+            nodes=(nodes + spares) * (self._places(units + free) - self._places(free)),
             since=began - past,
             priority=IDLE_SESSION if spec is None else priority_of(spec),
             saved_at=saved - past,

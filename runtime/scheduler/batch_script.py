@@ -12,6 +12,8 @@ sbatch. Besides starting the command, the batch script does this:
 - It outlives SIGTERM. Slurm sends the signal to the tasks, before the time limit as at the end, so
   that they can checkpoint. It is not passed on: an srun that gets it kills its tasks at once.
   Only a person's script gets it from here, and a file notes that.
+- With spare nodes it starts the command on each node in a step of its own, which the loss of
+  another node does not end. It tells the tasks which nodes there are, and who has left.
 - It publishes the exit code as a file, because Slurm forgets ended jobs after minutes.
 """
 
@@ -81,6 +83,42 @@ end "$code"
 """
 
 
+#: Of a job with spare nodes. Of a node that was lost srun says 0.
+EACH_NODE = """\
+nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
+export RANKS_NODES="${{nodes[*]}}" RANKS_SPARES={spares} RANKS_FOLDER="$claim.nodes"
+mkdir "$RANKS_FOLDER"
+on_node() {{
+    trap "" TERM
+    srun --nodelist="$1" {start}
+    code=$?
+    [ -e "$RANKS_FOLDER/ended-$1" ] && exit "$code"
+    : > "$RANKS_FOLDER/left-$1"
+    [ "$code" = 75 ] && exit 75
+    exit 1
+}}
+trap again=1 TERM
+children=()
+for node in "${{nodes[@]}}"; do
+    on_node "$node" &
+    children+=("$!")
+done
+"""
+END_EACH = """\
+codes=" "
+for child in "${children[@]}"; do
+    again=1
+    while [ -n "$again" ]; do
+        again=
+        wait "$child"
+        code=$?
+    done
+    codes+="$code "
+done
+case "$codes" in *" 75 "*) end 75 ;; *" 0 "*) end 0 ;; *) end 1 ;; esac
+"""
+
+
 def batch_script(
     command: Command,
     ledger: Path,
@@ -106,6 +144,10 @@ def batch_script(
         raise SchedulerError(
             f"{command.name}: {command.ranks} ranks do not divide over {command.nodes} nodes"
         )
+    if command.spare_nodes and settings.tasks == "rank":
+        raise SchedulerError(
+            f"{command.name}: spare_nodes need one launcher a node: set tasks = 'node' in [job]"
+        )
     options = [*options, *settings.slurm_options.get(command.kind, []), *command.slurm_options]
     lines = [
         "#!/bin/bash",
@@ -123,14 +165,16 @@ def batch_script(
         on_term = """'again=1; : > "$claim.term"; kill -TERM "$child" 2> /dev/null'"""
     else:
         start = [*srun_argv(command, settings, bind=lock is None), *start]
+    run = f"again=\ntrap {on_term} TERM\n{shlex.join(start)} &\n{END}"
+    if command.spare_nodes:
+        run = EACH_NODE.format(spares=command.spare_nodes, start=shlex.join(start[1:])) + END_EACH
     return (
         "\n".join(lines)
         + BODY
         + (LOCK if lock else "")
         + preparation(settings)
         + 'export RANKS_START="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$(date +%s%N)"\n'
-        + f"again=\ntrap {on_term} TERM\n{shlex.join(start)} &\n"
-        + END
+        + run
     )
 
 
@@ -157,12 +201,14 @@ def sbatch_options(
     """
     ranks_per_node = command.ranks // command.nodes
     options, to_script = [f"job-name={command.name}"], command.kind == "script"
+    nodes = command.nodes + command.spare_nodes
     if not to_script:
         options += [
-            f"nodes={command.nodes}",
-            f"ntasks={command.ranks}",
+            f"nodes={nodes}",
+            f"ntasks={nodes * ranks_per_node}",
             f"ntasks-per-node={ranks_per_node}",
             f"cpus-per-task={command.cpus_per_rank}",
+            *(["no-kill"] if command.spare_nodes else []),
         ]
     if command.gpus:
         options.append(f"gpus-per-node={f'{gpu_type}:' if gpu_type else ''}{ranks_per_node}")
@@ -218,14 +264,16 @@ def quote_path(path: str) -> str:
 def srun_argv(command: Command, settings: JobSettings, *, bind: bool) -> list[str]:
     """Return the srun that starts a command's tasks: one a node, or one a rank.
 
-    `bind`: bind tasks to cores; a private cluster cannot.
+    With spare nodes it starts those of one node. `bind`: bind tasks to cores; a private cluster
+    cannot.
     """
     ranks = command.ranks // command.nodes
     tasks = ranks if settings.tasks == "rank" and command.kind != "replica" else 1
+    nodes = 1 if command.spare_nodes else command.nodes
     return [
         "srun",
-        f"--nodes={command.nodes}",
-        f"--ntasks={tasks * command.nodes}",
+        f"--nodes={nodes}",
+        f"--ntasks={tasks * nodes}",
         f"--ntasks-per-node={tasks}",
         f"--cpus-per-task={ranks // tasks * command.cpus_per_rank}",
         *([f"--cpu-bind={settings.cpu_bind}"] if bind else []),

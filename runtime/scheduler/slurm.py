@@ -83,6 +83,13 @@ class Job:
     name: str
     nodes: str = ""  # as Slurm abbreviates several
     since: float = 0.0  # unix seconds of its start; 0 before
+    script_node: str = ""  # where its batch script runs
+
+    @property
+    def lost_script(self) -> str:
+        """The node that was lost with the batch script, if the job outlived it; else ""."""
+        known = self.script_node and self.nodes and self.state != "queued"
+        return self.script_node if known and self.script_node not in node_names(self.nodes) else ""
 
 
 @dataclass(frozen=True)
@@ -225,11 +232,16 @@ class Slurm:
         if not jobs:
             return self._status_from_ledger(name)
         job = max(jobs, key=lambda job: job.id)
-        if job.state in ("queued", "running"):
+        if job.lost_script and job.state == "running" and not self._has_steps(job):
+            self._call("scancel", str(job.id))  # nobody else would end it
+        elif job.state in ("queued", "running"):
             return CommandStatus(state=job.state, id=str(job.id), reason=job.reason)
         code = self._exit_code(job)
         if code != 0 and (why := self._preempted(name, job.id, code)):
             return CommandStatus(state="failed", id=str(job.id), exit_code=code, reason=why)
+        if job.lost_script and not self._we_cancelled(name, job):
+            why = f"NODE_FAIL: {job.lost_script}, which ran the job's script, was lost"
+            return CommandStatus(state="failed", id=str(job.id), reason=why, node=job.lost_script)
         if job.state == "cancelled" and self.cluster and not self._we_cancelled(name, job):
             # a controller killed before it saved a job's start cancels the job on its return
             lost = self._status_from_ledger(name)
@@ -319,9 +331,14 @@ class Slurm:
         states = node_states(self._call("sinfo", "-h", "-N", *partition, "-o", "%N %t"))
         usable = {node for node, state in states.items() if not state.startswith(UNUSABLE)}
         wanted = [node for node in dict.fromkeys(command.exclude) if node in states]
-        while wanted and len(usable - set(wanted)) < command.nodes:
+        while wanted and len(usable - set(wanted)) < command.nodes + command.spare_nodes:
             wanted.pop()
         return ",".join([*own, *wanted])
+
+    def _has_steps(self, job: Job) -> bool:
+        """Tell whether a job still runs something on the nodes that it has."""
+        steps = self._call("squeue", "-h", "-s", f"--jobs={job.id}", "-o", "%N").splitlines()
+        return any(set(node_names(nodes)) & set(node_names(job.nodes)) for nodes in steps)
 
     def _failed_node(self, job: Job) -> str:
         """Return the node where a job failed; of several, the one that is not up. Cached."""
@@ -350,7 +367,7 @@ class Slurm:
         with self._lock:
             now = time.monotonic()
             if fresh or now - self._queue_time > self._queue_seconds:
-                columns = SEPARATOR.join(("%A", "%T", "%r", "%j", "%N", "%S"))
+                columns = SEPARATOR.join(("%A", "%T", "%r", "%j", "%N", "%S", "%B"))
                 me = f"--user={os.getuid()}"
                 listing = self._call("squeue", "-h", "-a", "-t", "all", me, "-o", columns)
                 self._queue = {}
@@ -495,7 +512,7 @@ def node_states(listing: str) -> dict[str, str]:
 def read_job(line: str) -> Job:
     """Parse a line of squeue's output. Raises SchedulerError."""
     with _reading("squeue", line):
-        number, word, reason, name, nodes, *start = line.split(SEPARATOR)
+        number, word, reason, name, nodes, *rest = line.split(SEPARATOR)
         job_id, word = int(number), word.split()[0]
     state: CommandState = "running"
     if word in QUEUED:
@@ -506,8 +523,11 @@ def read_job(line: str) -> Job:
         state = "succeeded"
     elif word.startswith("CANCELLED"):
         state = "cancelled"
-    since = float(start[0]) if start and start[0].isdecimal() and state != "queued" else 0.0
-    return Job(job_id, state, word, "" if reason == "None" else reason, name, nodes, since)
+    start, script_node = [*rest, "", ""][:2]
+    script_node = "" if script_node == "n/a" else script_node
+    since = float(start) if start.isdecimal() and state != "queued" else 0.0
+    reason = "" if reason == "None" else reason
+    return Job(job_id, state, word, reason, name, nodes, since, script_node)
 
 
 def node_names(nodes: str) -> list[str]:

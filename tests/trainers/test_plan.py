@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,7 @@ H100 = find_gpu("H100")
 def test_eight_h100_for_an_hour_cost_what_a_p5_does() -> None:
     cluster = Cluster(H100, 8, price=12.5)
     assert cluster.dollars(3600) == 100
+    assert replace(cluster, spare_nodes=2).dollars(3600) == 300  # they are paid for, too
     assert Cluster(find_gpu("B200"), 8).dollars(3600) is None
 
 

@@ -12,7 +12,7 @@ Read next: launch.py for the ranks' processes, rank.py for the work of each.
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from cray_agents.paths import Home
 from cray_agents.processes import exit_at_once
 from cray_agents.runtime.accounting.ledger import LedgerFile
 from cray_agents.trainers.job.failures.health_gate import check_node
-from cray_agents.trainers.job.failures.rank_monitor import BadEnd, node_name, note_end
+from cray_agents.trainers.job.failures.rank_monitor import BadEnd, forget_end, node_name, note_end
 from cray_agents.trainers.job.job_inputs import JobInputs, choose_start, read_inputs
 from cray_agents.trainers.job.job_state import already_ended, record_failure, record_success
 from cray_agents.trainers.job.journal import JobJournal
@@ -38,6 +38,8 @@ from cray_agents.trainers.job.launch import (
     note_steps,
     run_ranks,
 )
+from cray_agents.trainers.job.spare_nodes import HeldNodes
+from cray_agents.training_jobs import JobSpec
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,10 +68,85 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(journal: JobJournal) -> int:
     """Run the job from its last resume point to its end, or until a request to stop."""
+    if (held := HeldNodes.of_job()) is not None:
+        return _run_with_spares(journal, held)
     spec = journal.spec()
+    return _attempt(journal, spec, lambda: find_placement(spec.layout.world, spec.id))
+
+
+def _run_with_spares(journal: JobJournal, held: HeldNodes) -> int:
+    """Run the job's attempts on the nodes that it holds, until it ends."""
+    code = 1
+    try:
+        code = _rounds(journal, journal.spec(), held)
+        return code
+    except SystemExit as stop:  # a signal, before ranks run
+        code = int(str(stop.code))
+        raise
+    except SetupError:  # of this node: the others go on without it
+        code = -1
+        raise
+    finally:
+        if code >= 0:
+            held.end(code)
+
+
+def _rounds(journal: JobJournal, spec: JobSpec, held: HeldNodes) -> int:
+    """Train, or wait on a spare node, round by round; return the exit code.
+
+    Raises JobError as `_attempt` does, if no node was lost or too few are left.
+    """
+    world = spec.layout.world
+    while True:
+        death = JobError("this node only waited")
+        try:
+            if held.trains:
+                where = partial(held.placement, world, spec.id)
+                return _attempt(journal, spec, where, held.round_ended)
+            _wait_as_spare(journal, spec, held)
+        except JobError as error:
+            death = error
+        decision = held.agree()
+        if not decision.nodes and (decision.code != 1 or not (held.trains or decision.lost)):
+            return decision.code
+        lost = ", ".join(decision.lost)
+        if not decision.nodes:
+            if not lost:
+                raise death
+            how = f"NODE_FAIL: {lost} was lost, and no spare node is left in its place"
+            note_end(journal.folder, BadEnd(rank=-1, how=how, node=decision.lost[0]))
+            raise JobError(how, log_tail=death.log_tail) from death
+        if held.here == held.training[0]:
+            done = f"went on at once on {', '.join(held.training)}"
+            print(f"{lost} was lost after step {journal.step}: {done}", flush=True)
+            values = {"attempt": journal.attempts, "cause": "node", "node": decision.lost[0]}
+            journal.event("verdict", **values, message=f"its node failed ({lost})", done=done)
+            journal.close()
+            forget_end(journal.folder)
+
+
+def _wait_as_spare(journal: JobJournal, spec: JobSpec, held: HeldNodes) -> None:
+    """Return when a round has ended; this node is checked and has Megatron imported by then."""
+    world = spec.layout.world
+    with holding_node(journal.home, "job", spec.id, journal.attempts, spec.parent, world):
+        check_node(journal.home.root)
+        load_for_ranks(held.placement(world, spec.id), spec.layout)
+        from cray_agents.trainers.job import rank  # noqa: F401
+
+        print(f"{held.here} waits as a spare node", flush=True)
+        held.await_end()
+
+
+def _attempt(
+    journal: JobJournal,
+    spec: JobSpec,
+    where: Callable[[], RankPlacement],
+    lost: Callable[[], bool] | None = None,
+) -> int:
+    """Run an attempt to its end; return the exit code. `lost`: see `run_ranks`."""
     if (ended := already_ended(journal, spec)) is not None:
         return ended
-    placement = find_placement(spec.layout.world, spec.id)
+    placement = where()
     first = placement.node == 0
     attempt = journal.claim_attempt() if first else journal.attempts
     placement = replace(placement, attempt=attempt)
@@ -78,7 +155,7 @@ def run(journal: JobJournal) -> int:
         check_node(journal.home.root)
         work = read_inputs(journal, spec, attempt)
         try:
-            outcome = _train(work, placement, ledger)
+            outcome = _train(work, placement, ledger, lost)
         finally:
             if first:
                 note_steps(ledger, journal)
@@ -95,7 +172,12 @@ def run(journal: JobJournal) -> int:
     return outcome.code
 
 
-def _train(work: JobInputs, placement: RankPlacement, ledger: LedgerFile) -> RanksOutcome:
+def _train(
+    work: JobInputs,
+    placement: RankPlacement,
+    ledger: LedgerFile,
+    lost: Callable[[], bool] | None,
+) -> RanksOutcome:
     """Import Megatron, choose the starting point, run this node's ranks."""
     on_cpu = load_for_ranks(placement, work.spec.layout)
     if placement.nodes > 1:
@@ -115,7 +197,8 @@ def _train(work: JobInputs, placement: RankPlacement, ledger: LedgerFile) -> Ran
     journal = work.journal
     arguments = [str(journal.home.root), journal.job_id, work.attempt, work.points]
     recipe = None if on_cpu else ("cray_agents.trainers.job.job", arguments)
-    return run_ranks(placement, journal.folder / "logs", partial(rank.run, work, on_cpu), recipe)
+    main = partial(rank.run, work, on_cpu)
+    return run_ranks(placement, journal.folder / "logs", main, recipe, lost)
 
 
 def rank_main(

@@ -35,10 +35,12 @@ NEWEST = 5  # steps and saves from which the next one's seconds are estimated
 TRAINERS = Path(__file__).resolve().parents[1]  # all code of a job
 
 
-def check_submitted(spec: JobSpec, home: Home, scheduler: str, *, turns: bool) -> None:
+def check_submitted(
+    spec: JobSpec, home: Home, scheduler: str, *, turns: bool, one_host: bool = False
+) -> None:
     """Raise BadInput or NotFound for a spec that the job could never run with.
 
-    `scheduler`: its name. `turns`: replicas use the same GPUs.
+    `scheduler`: its name. `turns`: replicas use the same GPUs. `one_host`: all jobs run here.
     """
     hyper = spec.hyperparameters
     if hyper.backend == "megatron-bridge":
@@ -57,6 +59,12 @@ def check_submitted(spec: JobSpec, home: Home, scheduler: str, *, turns: bool) -
             f"{' '.join(spec.slurm_options)}: jobs of this platform are local processes, which"
             " Slurm's options do nothing for: leave slurm_options out",
             param="slurm_options",
+        )
+    if spec.spare_nodes and (one_host or scheduler == "local"):
+        raise BadInput(
+            f"spare_nodes={spec.spare_nodes}: jobs of this platform run on its own host, which is"
+            " one node: leave spare_nodes out",
+            param="spare_nodes",
         )
     corrected = spec.method in ON_POLICY and spec.commands is None
     if corrected and spec.engine_dtype == "fp8" and hyper.policy.importance_cap is None:
@@ -100,6 +108,7 @@ def build_command(
         log=str(log.resolve()),
         environment=environment,
         nodes=nodes,
+        spare_nodes=spec.spare_nodes,
         ranks=world,
         cpus_per_rank=cores,
         gpus=gpus,

@@ -50,6 +50,7 @@ from cray_agents.trainers.job.failures.hang_report import (
 )
 from cray_agents.trainers.job.failures.rank_monitor import (
     HANGS,
+    LOST,
     PATIENCE,
     NodeClocks,
     RankProcess,
@@ -117,15 +118,21 @@ def find_placement(world: int, job_id: str) -> RankPlacement:
     if launchers == 1:
         return RankPlacement(0, 1, world, "127.0.0.1", 0)
     unit = "node" if launchers == nodes else "task"
-    if world % launchers:
-        text = f"{world} ranks cannot be spread evenly over {launchers} {unit}s"
-        raise BadInput(text, param="layout")
+    share_of(world, launchers, unit)
     names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
     start = os.environ.get(START) or "-".join(os.environ.get(name, "0") for name in names)
     number = int(os.environ["SLURM_PROCID" if unit == "task" else "SLURM_NODEID"])
     here = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     host = "127.0.0.1" if nodes == 1 else here
     return RankPlacement(number, launchers, world, host, 0, f"{job_id}-{start}", unit)
+
+
+def share_of(world: int, launchers: int, unit: str) -> int:
+    """Return the ranks of each of several launchers. Raises BadInput."""
+    if world % launchers:
+        text = f"{world} ranks cannot be spread evenly over {launchers} {unit}s"
+        raise BadInput(text, param="layout")
+    return world // launchers
 
 
 @dataclass(frozen=True)
@@ -168,11 +175,13 @@ class Rendezvous(Record):
     attempt: int
 
 
-def meet(placement: RankPlacement, folder: Path) -> tuple[RankPlacement, socket.socket | None]:
+def meet(
+    placement: RankPlacement, folder: Path, lost: Callable[[], bool] | None = None
+) -> tuple[RankPlacement, socket.socket | None]:
     """Return the placement with the address where ranks connect, and the first node's socket there.
 
     With several launchers, the first one announces the address in a file of the folder, and the
-    others wait for it. Raises SetupError.
+    others wait for it. Raises SetupError, and JobError once another launcher is `lost`.
     """
     if placement.world == 1:
         return placement, None
@@ -184,7 +193,7 @@ def meet(placement: RankPlacement, folder: Path) -> tuple[RankPlacement, socket.
             place = Rendezvous(host=placement.host, port=placement.port, attempt=placement.attempt)
             durable.replace_file(file, checksums.record_text(place))
         return placement, listener
-    place = await_rendezvous(file, placement.attempt, placement.patience)
+    place = await_rendezvous(file, placement.attempt, placement.patience, lost)
     return replace(placement, host=place.host, port=place.port), None
 
 
@@ -203,11 +212,14 @@ def listen_for_ranks(placement: RankPlacement) -> socket.socket:
     return socket.create_server((host, placement.port))
 
 
-def await_rendezvous(file: Path, attempt: int, seconds: float) -> Rendezvous:
+def await_rendezvous(
+    file: Path, attempt: int, seconds: float, lost: Callable[[], bool] | None = None
+) -> Rendezvous:
     """Wait for a start's rendezvous, of this attempt or a later one.
 
     A launcher that is not the first may read the number of attempts before the first one claims its
-    own. A lower number than that is left from an earlier start. Raises SetupError after `seconds`.
+    own. A lower number than that is left from an earlier start. Raises SetupError after `seconds`,
+    and JobError once another launcher is `lost`.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -216,6 +228,8 @@ def await_rendezvous(file: Path, attempt: int, seconds: float) -> Rendezvous:
                 rendezvous = checksums.read_record(Rendezvous, file)
                 if rendezvous.attempt >= attempt:
                     return rendezvous
+        if lost is not None and lost():
+            raise JobError(LOST)
         if time.monotonic() > deadline:
             raise SetupError(
                 f"the first node did not say within {seconds:.0f} s where the ranks connect: {file}"
@@ -268,16 +282,20 @@ def load_for_ranks(placement: RankPlacement, layout: Layout, *, ipc: bool = Fals
 
 
 def run_ranks(
-    placement: RankPlacement, logs: Path, main: RankMain, recipe: Recipe | None = None
+    placement: RankPlacement,
+    logs: Path,
+    main: RankMain,
+    recipe: Recipe | None = None,
+    lost: Callable[[], bool] | None = None,
 ) -> RanksOutcome:
     """Fork this node's ranks, each running `main(rank, store, stop) -> exit code`, and wait.
 
     With a recipe they are spawned, as GPUs need. Raises JobError with the rank and its log's tail
-    if one dies or no longer responds.
+    if one dies or no longer responds, and once another launcher is `lost`.
     """
     logs.mkdir(parents=True, exist_ok=True)
     start = partial(_fork, main) if recipe is None else partial(_spawn, recipe)
-    placement, listener = meet(placement, logs)
+    placement, listener = meet(placement, logs, lost)
     ranks: list[RankProcess] = []
     sampler: HardwareSampler | None = None
     before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
@@ -292,11 +310,14 @@ def run_ranks(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
         if received:  # another thread took the signal before all ranks were started
             os.kill(os.getpid(), signal.SIGTERM)
-        bad = watch(ranks, NodeClocks(logs, placement.start, placement.node, placement.nodes))
+        clocks = NodeClocks(logs, placement.start, placement.node, placement.nodes)
+        bad = watch(ranks, clocks, lost)
         if bad is None:
             _end(ranks)
             return RanksOutcome(max(process.code or 0 for process in ranks))
         process, how = bad
+        if how == LOST:
+            raise JobError(LOST)
         waits, patience = False, PATIENCE
         if how == HANGS:
             report = logs.parent / "hangs" / f"{time.time_ns()}-{placement.node}.txt"

@@ -126,7 +126,9 @@ class MegatronTrainer:
         with self._starting:
             self._guard()
             if not journal.exists:
-                check_submitted(spec, self.home, self.scheduler.name, turns=self.turns)
+                alone = self.resources.host is not None
+                name, turns = self.scheduler.name, self.turns
+                check_submitted(spec, self.home, name, turns=turns, one_host=alone)
                 if spec.commands is not None:
                     CommandJournal(journal.folder).prepare()
                 journal.write_spec(self._choose_layout(journal, spec))

@@ -77,6 +77,7 @@ class Cluster:
     """The GPUs of a run. `mfu`: the share of its peak that a GPU reaches when it never waits.
 
     None: as published runs have it, if the model is known, else 40 % with all its waiting.
+    `spare_nodes` are held beside them, and cost as much.
     """
 
     gpu: Gpu
@@ -84,6 +85,12 @@ class Cluster:
     gpus_per_node: int = 8
     mfu: float | None = None
     price: float | None = None  # dollars per GPU and hour, if not the table's
+    spare_nodes: int = 0
+
+    @property
+    def held(self) -> int:
+        """The GPUs that train, and those of the spare nodes."""
+        return self.gpus + self.spare_nodes * self.gpus_per_node
 
     def seconds(self, flops: float, slowdown: float | None = None) -> float:
         """Return the seconds that `flops` operations take, with a layout's slowdown if known."""
@@ -95,9 +102,9 @@ class Cluster:
         return self.mfu or (BY_SIZE if slowdown is None else self.gpu.reached)
 
     def dollars(self, seconds: float) -> float | None:
-        """Return the cost of all GPUs for `seconds`; None if no price is known."""
+        """Return the cost of all held GPUs for `seconds`; None if no price is known."""
         price = self.gpu.price if self.price is None else self.price
-        return None if price is None else seconds / 3600 * self.gpus * price
+        return None if price is None else seconds / 3600 * self.held * price
 
 
 @dataclass(frozen=True)
@@ -176,7 +183,7 @@ class Plan:
             "flops": self.flops,
             "seconds_to_send": self.workload.sending,
             "seconds": self.seconds,
-            "gpu_hours": self.seconds / 3600 * self.cluster.gpus,
+            "gpu_hours": self.seconds / 3600 * self.cluster.held,
             "dollars": self.cluster.dollars(self.seconds),
             "layout": choice.layout.model_dump() if choice else None,
             "recompute": choice.recompute if choice else None,

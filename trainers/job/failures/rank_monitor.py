@@ -15,7 +15,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,8 @@ XID_SECONDS = 300.0  # before a bad end, in which an error of a GPU may have cau
 PATIENCE = 3.0  # seconds in which another node can report an earlier end
 GOOD_ENDS = (0, 75)
 HANGS = "hangs"
+LOST = "another node of the job was lost"
+LOST_INTERVAL = 1.0  # seconds between two questions for lost nodes
 #: Signs in the pipe: the interpreter runs; it has got on, too; and its first step is done.
 ALIVE, MOVED, READY = b"\n", b"\x01", b"\x02"
 END = "end.json"  # beside the logs' folder: how the newest start ended badly
@@ -174,11 +176,14 @@ class NodeClocks:
 
 
 def watch(
-    ranks: Sequence[RankProcess], clocks: NodeClocks | None = None
+    ranks: Sequence[RankProcess],
+    clocks: NodeClocks | None = None,
+    lost: Callable[[], bool] | None = None,
 ) -> tuple[RankProcess, str] | None:
     """Wait until all ranks have ended well (None), or return the first that has not, and why.
 
     The word HANGS says that a rank was silent, or that none moved: `find_culprit` finds out why.
+    LOST: they run, and `lost` says that another node does not.
     """
     poller = select.poll()
     by_pipe = {process.pipe: process for process in ranks}
@@ -186,13 +191,19 @@ def watch(
         poller.register(pipe, select.POLLIN)
     interval, still = look_interval(), 0
     look = time.monotonic() + interval
+    ask = float("inf") if lost is None else 0.0
     while any(process.code is None for process in ranks):
-        for pipe, _ in poller.poll(1000 * max(0.0, look - time.monotonic())):
+        for pipe, _ in poller.poll(1000 * max(0.0, min(look, ask) - time.monotonic())):
             by_pipe[pipe].listen()
             if by_pipe[pipe].code is not None:
                 poller.unregister(pipe)
         if (bad := _worst(ranks)) is not None:
             return bad
+        if lost is not None and time.monotonic() >= ask:
+            ask = time.monotonic() + LOST_INTERVAL
+            living = [process for process in ranks if process.code is None]
+            if living and lost():
+                return living[0], LOST
         if time.monotonic() >= look:
             look = time.monotonic() + interval
             for process in ranks:

@@ -1,0 +1,266 @@
+"""A Slurm job that holds a spare node goes on without another wait when one of its nodes dies."""
+
+import os
+import random
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from cray_agents.config.job_section import JobSettings
+from cray_agents.errors import BadInput, SchedulerError
+from cray_agents.paths import Home
+from cray_agents.ports import Command
+from cray_agents.runtime.scheduler.batch_script import batch_script
+from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
+from cray_agents.runtime.scheduler.site_environment import missing_programs
+from cray_agents.runtime.scheduler.slurm import Slurm
+from cray_agents.trainers.job.failures.failure import FailureSettings
+from cray_agents.trainers.job.job_command import check_submitted
+from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
+from cray_agents.trainers.job.spare_nodes import HeldNodes, RoundDecision
+from cray_agents.trainers.planning.cluster_resources import Resources
+from cray_agents.training_jobs import JobSpec
+from tests.support.campaign import Campaign, kills
+from tests.support.dead_node import kill_node, on, parent_of, processes, revive_node
+from tests.support.waiting import wait_until
+
+NODES = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+KILLS = kills(3)
+needs_slurm = pytest.mark.skipif(bool(missing_programs()), reason=f"lacks {missing_programs()}")
+
+
+@dataclass
+class HeldJob:
+    """A job of two nodes and a spare one, on a Slurm of three."""
+
+    lab: Any
+    cluster: PrivateCluster
+    scheduler: Slurm
+    trainer: MegatronTrainer
+    journal: JobJournal
+
+    @property
+    def slurm_jobs(self) -> int:
+        """How often the job was queued and started."""
+        ledger = self.cluster.directory / "ledger" / self.journal.job_id
+        return len(list(ledger.glob("*.started")))
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Its attempts, and Slurm's jobs."""
+        return self.journal.attempts, self.slurm_jobs
+
+    def down(self) -> set[str]:
+        """The nodes that Slurm holds to be down, while the trainer watches."""
+        self.ended()
+        argv = ["sinfo", "-h", "-N", "-t", "down", "-o", "%N"]
+        done = subprocess.run(argv, env=self.cluster.environment, capture_output=True, text=True)
+        return set(done.stdout.split())
+
+    @property
+    def losses(self) -> list[float]:
+        return [e["loss"] for e in self.journal.events() if e["event"] == "step"]
+
+    def ended(self) -> bool:
+        return self.trainer.status(self.journal.job_id).state not in ("queued", "running")
+
+    def reach(self, step: int) -> bool:
+        """Wait for a step, with the trainer watching; return False if the job has ended first."""
+        self.wait(lambda: self.journal.step >= step or self.ended(), f"step {step}")
+        return not self.ended()
+
+    def wait(self, what: Callable[[], Any], why: str) -> None:
+        wait_until(what, lambda: f"{why}\n{self.journal.log_tail()}", 600)
+
+    def launchers(self) -> dict[str, int]:
+        """The launchers' processes by node."""
+        mine = {
+            pid: next(node for node in NODES if on(node, variables))
+            for pid, words, variables in processes(self.cluster)
+            if str(self.journal.folder) in words and not words.startswith("srun")
+        }
+        return {node: pid for pid, node in mine.items() if parent_of(pid) not in mine}
+
+    def check(self, undisturbed: list[float]) -> None:
+        status = self.trainer.status(self.journal.job_id)
+        assert status.state == "succeeded", self.journal.log_tail()
+        assert self.losses == undisturbed
+        self.wait(lambda: self.journal.job_id not in self.scheduler.live(), "its Slurm job's end")
+
+
+@contextmanager
+def held_job(lab: Any, folder: Path, spec: JobSpec) -> Iterator[HeldJob]:
+    cluster = PrivateCluster(folder / "slurm", nodes=3, cpus=1)
+    cluster.start()
+    with Slurm(folder / "slurm", cluster) as scheduler:
+        patient = FailureSettings(hang_seconds=600)  # the machine may be slow
+        trainer = MegatronTrainer(lab.home, scheduler, Resources(nodes=2), failures=patient)
+        trainer.submit(spec)
+        job = HeldJob(lab, cluster, scheduler, trainer, JobJournal(lab.home, spec.id))
+        job.wait(lambda: "waits as a spare node" in job.journal.log_tail(), "a spare node")
+        job.reach(12)
+        yield job
+
+
+def spec_of(lab: Any, steps: int = 120) -> JobSpec:
+    lab.dataset()
+    spec: JobSpec = lab.spec(
+        "qwen3", layout={"data": 2}, hyper={"steps": steps}, save_every=5, spare_nodes=1
+    )
+    return spec
+
+
+@pytest.fixture
+def losses(shared_lab: Any, undisturbed_job: Any) -> list[float]:
+    """Of the same job with nothing lost, on one node."""
+    found: list[float] = undisturbed_job(spec_of(shared_lab)).losses
+    return found
+
+
+# ---- on Slurm
+@pytest.mark.slurm
+@pytest.mark.megatron
+@needs_slurm
+@pytest.mark.parametrize("node", [NODES[1], NODES[0]], ids=["a node", "the batch script's"])
+def test_a_spare_node_takes_the_place_of_a_lost_one(
+    lab: Any, tmp_path: Path, losses: list[float], node: str
+) -> None:
+    with held_job(lab, tmp_path, spec_of(lab)) as job:
+        before = job.launchers()
+        assert sorted(before) == NODES
+        kill_node(job.cluster, node)
+        job.wait(lambda: job.journal.attempts == 2 or job.ended(), "the next attempt")
+        del before[node]
+        assert job.launchers() == before  # they keep their processes
+        job.wait(job.ended, "the end")
+        job.check(losses)
+        status = job.trainer.status(job.journal.job_id)
+        assert (status.attempts, job.slurm_jobs) == (2, 1)
+        (verdict,) = (e for e in job.journal.events() if e["event"] == "verdict")
+        assert (verdict["cause"], verdict["node"]) == ("node", node)
+        assert verdict["done"].startswith("went on at once on") and NODES[2] in verdict["done"]
+
+
+@pytest.mark.slurm
+@pytest.mark.megatron
+@needs_slurm
+def test_where_the_spare_node_is_dead_too_the_job_is_queued_again(
+    lab: Any, tmp_path: Path, losses: list[float]
+) -> None:
+    with held_job(lab, tmp_path, spec_of(lab)) as job:
+        for node in (NODES[2], NODES[1]):
+            kill_node(job.cluster, node)
+        told = "127.0.0.2 was lost, and no spare node is left in its place"
+        job.wait(lambda: job.ended() or told in job.journal.log.read_text(), "that it is told")
+        for node in (NODES[2], NODES[1]):
+            revive_node(job.cluster, node)
+        job.wait(job.ended, "the end")
+        job.check(losses)
+        assert (job.journal.attempts, job.slurm_jobs) == (2, 2)
+        (verdict,) = (e for e in job.journal.events() if e["event"] == "verdict")
+        assert (verdict["cause"], verdict["node"]) == ("node", NODES[1])
+
+
+@pytest.mark.slurm
+@pytest.mark.megatron
+@needs_slurm
+def test_nodes_killed_again_and_again_change_no_loss(
+    lab: Any, tmp_path: Path, losses: list[float]
+) -> None:
+    @contextmanager
+    def begin(folder: Path, chance: random.Random) -> Iterator[HeldJob]:
+        own = type(lab)(Home(folder / "home"), lab.models)
+        with held_job(own, folder, spec_of(own)) as job:
+            yield job
+
+    def disturb(job: HeldJob, chance: random.Random, most: int) -> Counter[str]:
+        hits = Counter[str]()
+        while hits.total() < most and job.reach(job.journal.step + chance.randrange(30)):
+            node, step, was = chance.choice(NODES), job.journal.step, job.counts
+            kill_node(job.cluster, node)
+            job.wait(lambda: node in job.down(), "a node that is down")  # noqa: B023
+            revive_node(job.cluster, node)
+            job.reach(step + 3)
+            attempts, queued = (now - then for now, then in zip(job.counts, was, strict=True))
+            hits["queued again" if queued else "went on" if attempts else "no rank there"] += 1
+        job.wait(job.ended, "the end")
+        return hits
+
+    Campaign(begin, disturb, lambda job: job.check(losses)).run(tmp_path, KILLS)
+
+
+# ---- without Slurm
+def launchers(folder: Path, answering: list[str], left: list[str]) -> dict[str, RoundDecision]:
+    """What launchers on n1 and n2, and the spare ones on s1 and s2, decide after a round."""
+    folder.mkdir()
+    for node in left:
+        (folder / f"left-{node}").touch()
+    found = {}
+
+    def answer(node: str) -> None:
+        found[node] = HeldNodes(folder, ["n1", "n2", "s1", "s2"], 2, node).agree()
+
+    threads = [threading.Thread(target=answer, args=[node]) for node in answering]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def test_launchers_agree_on_who_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = launchers(tmp_path / "lost", ["n1", "s1", "s2"], ["n2"])
+    assert list(map(str, found.values())) == 3 * [str(found["n1"])]
+    went_on = found["n1"]
+    assert went_on.lost == ["n2"] and went_on.nodes[0] == "n1" and went_on.nodes[1] in ("s1", "s2")
+    assert {*went_on.nodes, *went_on.spares} == {"n1", "s1", "s2"}
+    unharmed = launchers(tmp_path / "unharmed", ["n1", "n2"], [])
+    assert {d.code for d in unharmed.values()} == {1} and not unharmed["n1"].lost
+    monkeypatch.setenv("RANK_SILENCE_SECONDS", "4")
+    none_left = launchers(tmp_path / "silent", ["n1"], [])["n1"]
+    assert (none_left.nodes, none_left.lost, none_left.code) == ([], ["n2"], 1)
+
+
+COMMAND = Command(
+    name="job", argv=["launch"], directory="/", log="/log", nodes=2, ranks=2, spare_nodes=1
+)
+
+
+def test_the_script_starts_each_node_alone_and_notes_who_left(tmp_path: Path) -> None:
+    """srun says 0 of a node that was lost; a launcher that ends well leaves its code."""
+    programs = {
+        "scontrol": "echo n1; echo n2; echo n3",
+        "srun": 'case "$1" in *n2) exit 0;; esac; echo 0 > "$RANKS_FOLDER/ended-${1#*=}"',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    text = batch_script(COMMAND, tmp_path, settings=JobSettings(inherit=[]))
+    for line in ("--nodes=3", "--ntasks=3", "--no-kill"):
+        assert f"#SBATCH {line}\n" in text
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["/bin/bash", "-c", text], env={"SLURM_JOB_ID": "5", "PATH": path}, check=False
+    )
+    assert done.returncode == 0
+    names = {file.name for file in (tmp_path / "5.0.nodes").iterdir()}
+    assert names == {"ended-n1", "left-n2", "ended-n3"}
+
+
+def test_where_no_spare_node_can_be_held_it_is_refused(lab: Any) -> None:
+    with pytest.raises(SchedulerError, match="one launcher a node: set tasks = 'node'"):
+        batch_script(COMMAND, Path("/l"), settings=JobSettings(tasks="rank"))
+    with pytest.raises(BadInput, match="one node: leave spare_nodes out"):
+        check_submitted(spec_of(lab), lab.home, "local", turns=False)
+    for wrong in ({"session": "s", "spare_nodes": 1}, {"spare_nodes": -1}):
+        with pytest.raises(ValidationError, match=r"leave session out|greater than"):
+            lab.spec("qwen3", **wrong)
