@@ -593,17 +593,3 @@ class ProbeReport(Record):
     # pause, load, prove, resume; transfer: the part of load in which weights came directly
     seconds: dict[str, float] = Field(default_factory=dict)
     load_note: str = ""
-
-
-#: Prefix of the entries of a loop's journal that name held-out inputs; see loop/evaluator.py.
-HELD_OUT_ENTRY = "held-"
-
-
-class HeldOut(Record):
-    """Held-out inputs, each with its origin, such as `holdout task 3f2a`, and its text.
-
-    A task with an identity has its key (tasks/leakage.py) in `worlds` instead of its text.
-    """
-
-    inputs: list[tuple[str, str]]
-    worlds: list[tuple[str, str]] = Field(default_factory=list)

@@ -12,19 +12,19 @@ from tests.test_layers import LINKED, ROOT, dotted, imported, is_module, modules
 
 #: What each measure may be at most.
 BOUNDS = {
-    "lines of source": 110_700,
-    "modules of source": 515,
+    "lines of source": 113_100,
+    "modules of source": 516,
     "lines of the longest module": 600,
     "circles of folders": 0,
-    "lines of tests": 87_300,
-    "commands": 50,
-    "parameters of commands": 216,
+    "lines of tests": 89_700,
+    "commands": 51,
+    "parameters of commands": 230,
     "words of ARCHITECTURE.md": 3_000,
     "words of README.md": 900,
     "words of CHANGELOG.md": 300,
     "words of BENCHMARKS.md": 3_000,
     "pages of docs": 12,
-    "words of docs": 17_100,
+    "words of docs": 18_800,
 }
 GENERATED = {"models.md", "status.md", "templates.md"}  # pages made by tests
 

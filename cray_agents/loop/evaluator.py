@@ -41,9 +41,7 @@ from cray_agents.promotion.sequential_test import (
     probe_tasks,
 )
 from cray_agents.records import (
-    HELD_OUT_ENTRY,
     UNSCORED,
-    HeldOut,
     ModelVersion,
     ProbeReport,
     Run,
@@ -51,7 +49,7 @@ from cray_agents.records import (
     Task,
     digest,
 )
-from cray_agents.tasks.leakage import task_key
+from cray_agents.tasks.leakage import HELD_OUT_ENTRY, HeldOut, task_key
 from cray_agents.tasks.task_set import TaskSet
 
 OnDone = Callable[[int], None]

@@ -8,14 +8,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from pydantic import Field
+
 from cray_agents.errors import BadInput
 from cray_agents.messages import asked_text
-from cray_agents.records import Split, Task
+from cray_agents.records import Record, Split, Task
 from cray_agents.tasks.text_index import WORLD, TextIndex, input_key
 
 #: Splits, the least guarded first. No task of a split may be in one before it: tasks that decide
 #: are not trained on, and tasks that only measure do not decide.
 GUARDED: tuple[Split, ...] = ("train", "holdout", "test")
+#: Prefix of the entries of a loop's journal that name held-out inputs; see loop/evaluator.py.
+HELD_OUT_ENTRY = "held-"
+
+
+class HeldOut(Record):
+    """Held-out inputs, each with its origin, such as `holdout task 3f2a`, and its text.
+
+    A task with an identity has its key (task_key) in `worlds` instead of its text.
+    """
+
+    inputs: list[tuple[str, str]]
+    worlds: list[tuple[str, str]] = Field(default_factory=list)
 
 
 @dataclass(frozen=True)

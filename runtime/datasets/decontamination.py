@@ -19,12 +19,12 @@ from cray_agents.exact_json import DEEPEST_FOREIGN, parse_json
 from cray_agents.messages import asked_text, first_question, text_of
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe, RunQuery
-from cray_agents.records import HELD_OUT_ENTRY, HeldOut, Message, Run
+from cray_agents.records import Message, Run
 from cray_agents.runtime.datasets.recipe import LOOP
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.store import Store
-from cray_agents.tasks.leakage import task_key
+from cray_agents.tasks.leakage import HELD_OUT_ENTRY, HeldOut, task_key
 from cray_agents.tasks.record_source import TooLong, lines_of
 from cray_agents.tasks.text_index import TextIndex
 from cray_agents.text_words import SIMILAR, words_of

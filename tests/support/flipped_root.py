@@ -16,7 +16,7 @@ from cray_agents.errors import Corrupt
 from cray_agents.iteration import Iteration
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
-from cray_agents.records import HeldOut, canonical
+from cray_agents.records import canonical
 from cray_agents.runtime.accounting.ledger import LedgerFile, read_ledger
 from cray_agents.runtime.batches import chunks, validation
 from cray_agents.runtime.batches.batch_records import BatchFolder
@@ -74,6 +74,7 @@ from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.segments.reader import Damage, Segments
 from cray_agents.runtime.telemetry.audit_log import AuditLog
 from cray_agents.server import platform_process
+from cray_agents.tasks.leakage import HeldOut
 from cray_agents.trainers.checkpointing import resume
 from cray_agents.trainers.checkpointing.save import POINT, SEAL
 from cray_agents.trainers.data.samples import read_samples
