@@ -293,7 +293,8 @@ def _of_loop(home: Home, loop: str, done: list[Iteration]) -> set[str]:
     )
     settings = (_read(paths[-1]) or {}) if paths else {}
     methods = settings.get("method", settings.get("stages", {})).values()  # the latter: version 1
-    versions = {method["teacher"] for method in methods if method.get("teacher")}
+    named = {method.get(role) or "" for method in methods for role in ("teacher", "reflector")}
+    versions = {name for name in named if "@" in name and "://" not in name}
     if not done:
         return versions
     sampling = settings.get("sampling", {})

@@ -5,7 +5,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from cray_agents import Agent, Evaluation, OutsideModel, Run, Task, TaskSet, eva
 from cray_agents.agent.environment import WorkerEnvironment
 from cray_agents.agent.user_code import wait_for
 from cray_agents.config.settings import PriceSettings
-from cray_agents.errors import BadInput, NotFound, SwapError
+from cray_agents.errors import BadInput, EngineUnavailable, NotFound, SwapError
 from cray_agents.loop import rollouts
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe, RunFilter, RunQuery
@@ -110,11 +112,12 @@ def test_an_outside_model_stands_beside_a_version_with_what_each_costs(tmp_path:
         words = ["eval", "e.py", "--url", where.url]
         told: dict[str, Any] = {"cwd": tmp_path, "OTHER": elsewhere.url}
         first = json.loads(cli(*words, "--json", **told).stdout)
-        ours, theirs = first["models"]["m@1"], first["models"]["big"]
+        name = f"{elsewhere.url.partition('//')[2]}#big"  # the same model elsewhere is another one
+        ours, theirs = first["models"]["m@1"], first["models"][name]
         assert ours["cost"] is None, "the account does not reach to these runs yet"
         assert ours["mean"]["value"] == pytest.approx(1 / 30) and theirs["mean"]["value"] == 1
         assert first["currency"] == "EUR" and theirs["seconds"] > 0
-        (run,) = Store(Home(tmp_path / "home")).runs(RunQuery(model="big", limit=1))
+        (run,) = Store(Home(tmp_path / "home")).runs(RunQuery(model=name, limit=1))
         usage = wait_for(elsewhere.views.get("/trajectories/stats", by="model"))["data"][0]
         tokens = 2e-6 * usage["prompt_tokens"] + 8e-6 * usage["sampled_tokens"]
         assert theirs["cost"] == pytest.approx(tokens / 30) and run.cost and not run.calls
@@ -133,7 +136,7 @@ def test_an_outside_model_stands_beside_a_version_with_what_each_costs(tmp_path:
         shown = cli(*words, **told).stdout
         assert f"{cost:.3g} EUR" in shown and "big" in shown and "needs [prices]" not in shown
         rows = wait_for(where.views.get("/evaluations"))["data"]
-        assert [row["model"] for row in rows] == ["big", "m@1"]
+        assert [row["model"] for row in rows] == [name, "m@1"]
         assert rows[1]["cost"] == pytest.approx(cost, rel=0.01)
         assert rows[1]["success"]["low"] == pytest.approx(ours["mean"]["low"])
         for given, why in (
@@ -143,6 +146,43 @@ def test_an_outside_model_stands_beside_a_version_with_what_each_costs(tmp_path:
             bad = OUTSIDE.replace("2, sampled_price=8", given)
             (tmp_path / "bad.py").write_text(bad)
             refused(cli("eval", "bad.py", *words[2:], **told), "OutsideModel", why)
+
+
+def test_an_outside_server_that_takes_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its refusal is no failure of the model, and it is sent no key of ours."""
+    monkeypatch.setattr(rollouts, "RETRIES", 0)
+    monkeypatch.setenv("CRAY_AGENTS_API_KEY", "sk-of-the-platform")
+    keys = list[str | None]()
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            keys.append(self.headers["authorization"])
+            body = b'{"error": {"message": "this model has no temperature", "code": "bad"}}'
+            self.send_response(400)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
+    Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.delenv("NONE", raising=False)
+    big = OutsideModel(
+        model="big", base_url=address, prompt_price=1, sampled_price=1, api_key="NONE"
+    )
+    try:
+        with platform(tmp_path / "home", ScriptedEngine(answer)) as where:
+            with pytest.raises(EngineUnavailable, match="this model has no temperature"):
+                evaluate_sync(AGENT, TASKS, [passed], [big], platform=where)
+            (run, *_) = Store(Home(tmp_path / "home")).runs(RunQuery(model=big.id))
+    finally:
+        server.shutdown()
+    assert run.reward is None and set(keys) == {"Bearer none"}
 
 
 OUTSIDE = """

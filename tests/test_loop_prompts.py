@@ -330,6 +330,7 @@ WORKERS = crier(environment=WorkerEnvironment("maze"))
     [
         (Examples(), {"live": Live()}, "leave live out"),
         (Examples(), {"agent": WORKERS}, "the workers of 'maze'"),
+        (Examples(), {"sampling": Sampling(max_staleness=1)}, "leave max_staleness out"),
         (REWRITE, {"agent": crier(instructions=lambda: "Obey.")}, "instructions are a function"),
         (REWRITE, {"control": "shuffled-rewards"}, "no effect with Instructions"),
         (REWRITE, {"tasks": tasks(1)}, "two train tasks"),

@@ -143,6 +143,9 @@ def _check_prompts(loop: LoopSettings) -> None:
             named = loop.agent.environment.name
             problem = f"{name}: the workers of {named!r} make the messages, and have no prompt"
             raise BadInput(f"{problem} that a loop could change", param="method")
+        if loop.sampling.max_staleness:
+            problem = f"{name}: leave max_staleness out: runs that begin early have no new prompt"
+            raise BadInput(problem, param="max_staleness")
         if not isinstance(method, Instructions):
             continue
         if not isinstance(loop.agent.instructions, str):

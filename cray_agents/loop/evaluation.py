@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial, wraps
+from statistics import fmean
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 from pydantic import Field, FiniteFloat, PositiveInt, StringConstraints
@@ -21,7 +22,7 @@ from cray_agents.agent import user_code
 from cray_agents.agent.agent import Agent
 from cray_agents.agent.description import check_arguments
 from cray_agents.agent.environment import WorkerEnvironment
-from cray_agents.errors import BadInput, EngineUnavailable, NotFound
+from cray_agents.errors import BadInput, EngineUnavailable, NotFound, StoreError
 from cray_agents.iteration import LoopProgress
 from cray_agents.loop.argument_checks import check_agent, check_key
 from cray_agents.loop.evaluator import version_named
@@ -176,10 +177,10 @@ class Evaluation:
             with suppress(NotFound, EngineUnavailable):  # no replica is held, or nobody is there
                 await platform.renew(holder, 0)
         scores = [scores_of(each) for each in runs.values()]
-        costs = {
-            row["model"]: row
-            for row in (await platform.views.get("/evaluations", loop=self.loop))["data"]
-        }
+        costs: dict[str, dict[str, Any]] = {}
+        with suppress(NotFound, StoreError, EngineUnavailable):  # the figures stand without costs
+            rows = (await platform.views.get("/evaluations", loop=self.loop))["data"]
+            costs = {row["model"]: row for row in rows}
         return EvaluationResult(
             loop=self.loop,
             attempts=self.attempts,
@@ -230,13 +231,15 @@ class Evaluation:
         for run in runs:
             value = run.task.metadata.get(self.by) if run.task and self.by else None
             groups.setdefault("-" if value is None else str(value), []).append(run)
+        took = [run.seconds for run in runs if run.reward is not None]
+        own = [run.cost for run in runs if run.cost is not None]  # of an outside model
         lost = [run.error.type if run.error else "no reward" for run in runs if run.reward is None]
         return VersionResult(
             **dict(self._figures(runs)),
             by={name: self._figures(groups[name]) for name in sorted(groups)} if self.by else {},
             errors=dict(Counter(lost)),
-            seconds=row.get("seconds"),
-            cost=row.get("cost"),
+            seconds=fmean(took) if took else None,
+            cost=fmean(own) if own else row.get("cost"),
         )
 
     def _figures(self, runs: Sequence[Run]) -> Figures:

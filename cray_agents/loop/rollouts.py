@@ -29,7 +29,7 @@ from typing import Any
 
 from cray_agents.agent.agent import Agent
 from cray_agents.agent.environment import WorkerEnvironment
-from cray_agents.errors import BadInput, EngineUnavailable, NotFound, RewardError
+from cray_agents.errors import BadInput, EngineError, EngineUnavailable, NotFound, RewardError
 from cray_agents.loop.outside_model import OutsideModel, PricedEngine
 from cray_agents.loop.version_gate import GatedEngine, VersionGate
 from cray_agents.platform.client import Platform
@@ -168,7 +168,7 @@ class Rollouts:
     ) -> Agent:
         """The agent that asks a version, with the prompt of that or another one."""
         if isinstance(version, OutsideModel):
-            agent = self._agent.override(model=version.id)
+            agent = self._agent.override(model=version.model)
         else:
             agent = self._agent.at(version, prompt)
         return agent.override(temperature=temperature, recorder=None)
@@ -378,7 +378,12 @@ class Rollouts:
             run = await agent.through(priced).run(
                 item.task, run_id=run_id, loop=self.loop, attempt=item.attempt, seed=seed
             )
-            return run.model_copy(update={"model": version.id, "cost": priced.cost})
+            error, turns = run.error, run.trajectory.turns
+            if error is not None and error.type == EngineError.__name__ and not turns:
+                # its server took no request at all, such as for a setting that it does not know
+                error = error.model_copy(update={"infrastructure": True})
+            told = {"model": version.id, "cost": priced.cost, "error": error}
+            return run.model_copy(update=told)
         if isinstance(agent.environment, WorkerEnvironment):
             spec = worker_spec(agent, agent.environment, item, self.loop, run_id, seed)
             async with self.gate.passing(version, nullcontext()):

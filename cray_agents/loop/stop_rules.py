@@ -97,7 +97,7 @@ def check_learned_something(done: Sequence[Iteration]) -> None:
     if not newest.iteration or made or not METHODS[newest.method].runs:
         return
     cold = f" ({done[0].note})" if done[0].note else ""
-    again = any(g.iteration and g.dataset is None for g in before)
+    again = any(g.iteration and g.dataset is None and METHODS[g.method].trains for g in before)
     if not METHODS[newest.method].compares or again:
         raise BadInput(
             f"iteration {newest.iteration}: {newest.note}{cold}. The same command goes on "

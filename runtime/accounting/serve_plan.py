@@ -29,6 +29,7 @@ from cray_agents.runtime.accounting.holdings import HOUR, LedgerAccount
 from cray_agents.runtime.store import Store
 
 LEAST_CALLS = 20
+TOLD = 60.0  # seconds between two lines of a holding that goes on
 MOST_RUNS = 5000  # the newest, whose calls are read
 MOST_REPLICAS = 10_000
 BUSIEST = 0.95  # quantile of the calls under way up to which a plan goes
@@ -90,24 +91,32 @@ def calibrate(store: Store, ledger: LedgerAccount, model: str, since: float = 0.
 
     Raises BadInput where too few are on record.
     """
-    runs = store.stream(RunQuery(since=since, order="newest", limit=MOST_RUNS))
+    runs = store.stream(RunQuery(model=model, since=since, order="newest", limit=MOST_RUNS))
     calls = [call for run in runs for call in run.calls
              if call.model.partition("@")[0] == model and call.seconds and call.token_ids
              ]  # fmt: skip
     held = [piece for piece in ledger.pieces
             if piece.line.kind == "replica" and piece.line.what.partition("@")[0] == model
-            ]  # fmt: skip
-    if len(calls) < LEAST_CALLS or not held:
+            and piece.line.state == "serving"]  # fmt: skip
+    if len(calls) < LEAST_CALLS:
         raise BadInput(
             f"{len(calls)} answered calls of {model!r} are on record, and a plan needs"
-            f" {LEAST_CALLS} of a pool's: put a load like yours on it for some minutes first",
+            f" {LEAST_CALLS}: put a load like yours on it for some minutes first",
             param="model",
         )
-
-    def replicas_at(time: float) -> int:
-        return max(1, len({one.line.holder for one in held if one.begin <= time < one.end}))
-
-    columns, seconds = _measures(calls, np.array([replicas_at(call.started) for call in calls]))
+    if not held:
+        raise BadInput(
+            f"no replica of {model!r} is on record: its calls were answered elsewhere, or less than"
+            " a minute ago",
+            param="model",
+        )
+    last = max(piece.end for piece in held)
+    spans = {(one.line.holder, one.begin, math.inf if one.end > last - TOLD else one.end)
+             for one in held}  # fmt: skip
+    begins, ends = (np.sort([span[place] for span in spans]) for place in (1, 2))
+    starts = np.array([call.started for call in calls])
+    there = np.searchsorted(begins, starts, "right") - np.searchsorted(ends, starts, "right")
+    columns, seconds = _measures(calls, np.maximum(there, 1))
     fitted = _fit(columns / seconds[:, None])
     line = max(held, key=lambda piece: piece.end).line
     return Calibration(

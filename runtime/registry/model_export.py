@@ -5,6 +5,7 @@ licence. A folder appears when it is whole, and after a GGUF file was read back.
 cli/models.py. Read next: gguf_export.py.
 """
 
+import json
 import re
 import shutil
 import time
@@ -22,7 +23,8 @@ from cray_agents.runtime.registry.registry import Registry
 
 Form = Literal["hf", "gguf", "adapter"]
 CARD = "README.md"
-_LICENCE = re.compile(r"\A---\n(?:.*\n)*?license: *[\"']?([\w.+-]+)")
+PROMPTS = "prompts.json"  # by agent: instructions, examples, tools' descriptions
+_LICENCE = re.compile(r"^license: *[\"']?([\w.+-]+)", re.MULTILINE)
 
 
 class ExportedModel(Record):
@@ -66,14 +68,17 @@ def export_version(registry: Registry, reference: str, to: Form, output: Path) -
             gguf_export.write_gguf(whole, file, version.id, licence)
             ids = [prompt.token_ids for prompt in manifest.probe] or [list(range(64))]
             checked = gguf_export.compare(file, whole, ids)
+        if version.prompts:
+            told = {agent: prompt.model_dump() for agent, prompt in version.prompts.items()}
+            (draft / PROMPTS).write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n")
         (draft / CARD).write_text(_card(line, licence, source, manifest.dataset))
         if not checkpoints.publish_folder(draft, output):
             raise BadInput(f"{output} exists: give a new folder", param="output")
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     files, place = sorted(path.name for path in output.iterdir()), str(output)
-    told = {"id": version.id, "to": to, "output": place, "files": files, "licence": licence}
-    return ExportedModel(**told, checked=checked)
+    about = {"id": version.id, "to": to, "output": place, "files": files, "licence": licence}
+    return ExportedModel(**about, checked=checked)
 
 
 def _copy(whole: Path, target: Path) -> None:
@@ -100,7 +105,9 @@ def _licence(home: Home, line: list[dict[str, Any]]) -> tuple[str | None, str]:
     """Return the licence that the card of a version or its nearest parent states, and whose."""
     for one in line:
         path = home.checkpoint(one["checkpoint"]) / CARD
-        if path.is_file() and (found := _LICENCE.match(path.read_text(errors="replace"))):
+        text = path.read_text(errors="replace") if path.is_file() else ""
+        head = text.split("\n---", 1)[0] if text.startswith("---\n") else ""
+        if found := _LICENCE.search(head):
             return found[1], one["id"]
     return None, ""
 
@@ -120,8 +127,13 @@ def _card(line: list[dict[str, Any]], licence: str | None, source: str, dataset:
         terms = "None is on record: ask where the weights come from before you pass them on."
     data = dataset and f"Training set `{dataset}`{_numbers(one['about_dataset'])}."
     trained = one["job"] and f"Job `{one['job']}`{_numbers(one['metrics'])}."
+    learned = ", ".join(f"`{agent}` ({prompt})" for agent, prompt in one["prompts"].items())
     parts = {"Decision": "\n".join(decisions), "Data": data, "Training": trained,
              "Parents": "\n".join(below), "Licence": terms}  # fmt: skip
+    if learned:
+        parts["Prompts"] = (
+            f"`{PROMPTS}` has what was learned to stand before inputs, for {learned}."
+        )
     head = [f"license: {licence}"] if licence else []
     head += [f"base_model: {parents[-1]['id']}"] if parents else []
     text = "\n".join(["---", *head, "tags: [cray-agents]", "---", f"# {one['id']}\n\n"])

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
-from cray_agents.records import Manifest, ProbePrompt
+from cray_agents.records import Manifest, ProbePrompt, Prompt
 from cray_agents.runtime.registry import checkpoints, gguf_export
 from cray_agents.runtime.registry.gguf_conversion import convert
 from cray_agents.runtime.registry.model_export import export_version
@@ -123,13 +123,20 @@ def test_a_version_is_exported_in_each_form_with_its_card(
 
 def test_a_card_says_what_is_not_on_record(tmp_path: Path) -> None:
     registry = Registry(Home(tmp_path / "home"))
-    registry.register("m", *registry.import_checkpoint(bare_model(tmp_path / "bare")))
+    bare = bare_model(tmp_path / "bare")
+    (bare / "README.md").write_text("---\ntags: [x]\n---\nlicense: gpl-3.0 is what others use\n")
+    prompts = {"crier": Prompt(instructions="Cry.")}
+    registry.register("m", *registry.import_checkpoint(bare), prompts)
     registry.reject("m", 1, who="bob", reason="it is rude", numbers={"p": 0.5, "pairs": [1]})
     words = ["models", "export", "m@1", "--home", registry.home.root, "--output"]
     assert "no licence is on record" in cli(*words, "out", cwd=tmp_path).stderr
     card = (tmp_path / "out" / "README.md").read_text()
     assert "by bob: it is rude (p 0.5)" in card and "license:" not in card
     assert "None is on record: ask" in card and card.count("None is on record.") == 3
+    assert json.loads((tmp_path / "out" / "prompts.json").read_text())["crier"] == {
+        "instructions": "Cry.", "examples": [], "tools": {}
+    }  # fmt: skip
+    assert f"`crier` ({prompts['crier'].id})" in card
     refused(cli(*words, "x", "--to", "gguf", cwd=tmp_path), "is of the kind None", "--to hf")
 
 

@@ -335,7 +335,7 @@ def test_only_what_is_trained_on_is_looked_back_at(lab: Any, order: str) -> None
     marks = sum(int(samples.masks[place][1:].sum()) for place in places)
     assert file.stat().st_size == 32 + 4 * marks
     everything = Hyperparameters(steps=20, batch_size=3)
-    assert samples_to_train_on(everything, samples) == list(range(60))
+    assert list(samples_to_train_on(everything, samples)) == list(range(60))
 
 
 def test_a_job_of_one_step_computes_its_own_policy_in_it(lab: Any) -> None:
