@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from cray_agents.config.job_section import JobSettings
 from cray_agents.errors import BadInput, SchedulerError
 from cray_agents.paths import Home
 from cray_agents.ports import Command
+from cray_agents.processes import python
+from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.scheduler.batch_script import batch_script
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.site_environment import missing_programs
@@ -228,6 +231,51 @@ def test_launchers_agree_on_who_trains(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("RANK_SILENCE_SECONDS", "4")
     none_left = launchers(tmp_path / "silent", ["n1"], [])["n1"]
     assert (none_left.nodes, none_left.lost, none_left.code) == ([], ["n2"], 1)
+
+
+def test_a_busy_launcher_that_shows_it_lives_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK_SILENCE_SECONDS", "16")  # 2 for an answer
+    found = {}
+
+    def answer(node: str, busy: float) -> None:
+        held = HeldNodes(tmp_path, ["n1", "n2", "s1"], 1, node)
+        held.show_life()
+        time.sleep(busy)
+        found[node] = held.agree()
+
+    launchers = {"n1": 0.0, "n2": 6.0, "s1": 0.0}  # a rank died on n1; n2 reads its inputs
+    threads = [threading.Thread(target=answer, args=one) for one in launchers.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert {(*decision.lost, decision.code) for decision in found.values()} == {(1,)}
+
+
+def launcher(lab: Any, folder: Path, node: str) -> "subprocess.CompletedProcess[str]":
+    """Run the launcher on a node of a job that holds n1, n2 and the spare s1, to its end."""
+    journal = JobJournal(lab.home, "job-of-three")
+    journal.write_spec(spec_of(lab))
+    held = {"RANKS_NODES": "n1 n2 s1", "RANKS_SPARES": "1", "RANKS_FOLDER": str(folder)}
+    return subprocess.run(
+        [*python("-m", "cray_agents.trainers.job.job"), str(journal.folder / "spec.json")],
+        env={**os.environ, **held, "SLURMD_NODENAME": node, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+@pytest.mark.megatron
+def test_a_launcher_that_the_others_went_on_without_ends(lab: Any, tmp_path: Path) -> None:
+    decision = RoundDecision(nodes=["n1", "n2"], lost=["n3"])
+    durable.create_file(tmp_path / "1.json", checksums.record_text(decision))
+    done = launcher(lab, tmp_path, "s1")
+    assert (done.returncode, (tmp_path / "ended-s1").read_text()) == (1, "1"), done.stderr
+    assert "s1 was busy for too long: the others go on without it" in done.stdout
 
 
 COMMAND = Command(
