@@ -43,7 +43,7 @@ needs_slurm = pytest.mark.skipif(bool(missing_programs()), reason=f"lacks {missi
 
 @dataclass
 class HeldJob:
-    """A job of two nodes and a spare one, on a Slurm of three."""
+    """A job that holds a spare node, and all nodes of its Slurm."""
 
     lab: Any
     cluster: PrivateCluster
@@ -101,12 +101,18 @@ class HeldJob:
 
 
 @contextmanager
-def held_job(lab: Any, folder: Path, spec: JobSpec) -> Iterator[HeldJob]:
-    cluster = PrivateCluster(folder / "slurm", nodes=3, cpus=1)
+def held_job(
+    lab: Any,
+    folder: Path,
+    spec: JobSpec,
+    silence: float = 600,  # the machine may be slow
+) -> Iterator[HeldJob]:
+    nodes = spec.layout.world
+    cluster = PrivateCluster(folder / "slurm", nodes=nodes + 1, cpus=1)
     cluster.start()
     with Slurm(folder / "slurm", cluster) as scheduler:
-        patient = FailureSettings(hang_seconds=600)  # the machine may be slow
-        trainer = MegatronTrainer(lab.home, scheduler, Resources(nodes=2), failures=patient)
+        patient = FailureSettings(hang_seconds=silence)
+        trainer = MegatronTrainer(lab.home, scheduler, Resources(nodes=nodes), failures=patient)
         trainer.submit(spec)
         job = HeldJob(lab, cluster, scheduler, trainer, JobJournal(lab.home, spec.id))
         job.wait(lambda: "waits as a spare node" in job.journal.log_tail(), "a spare node")
@@ -114,10 +120,10 @@ def held_job(lab: Any, folder: Path, spec: JobSpec) -> Iterator[HeldJob]:
         yield job
 
 
-def spec_of(lab: Any, steps: int = 120) -> JobSpec:
+def spec_of(lab: Any, steps: int = 120, nodes: int = 2) -> JobSpec:
     lab.dataset()
     spec: JobSpec = lab.spec(
-        "qwen3", layout={"data": 2}, hyper={"steps": steps}, save_every=5, spare_nodes=1
+        "qwen3", layout={"data": nodes}, hyper={"steps": steps}, save_every=5, spare_nodes=1
     )
     return spec
 
@@ -151,6 +157,24 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(
         (verdict,) = (e for e in job.journal.events() if e["event"] == "verdict")
         assert (verdict["cause"], verdict["node"]) == ("node", node)
         assert verdict["done"].startswith("went on at once on") and NODES[2] in verdict["done"]
+
+
+@pytest.mark.slurm
+@pytest.mark.megatron
+@needs_slurm
+def test_a_spare_node_goes_on_alone_where_the_only_one_that_trains_is_lost(
+    lab: Any, tmp_path: Path, shared_lab: Any, undisturbed_job: Any
+) -> None:
+    """The batch script is lost with it, so nobody tells the spare node."""
+    undisturbed = undisturbed_job(spec_of(shared_lab, 100, nodes=1)).losses
+    with held_job(lab, tmp_path, spec_of(lab, 100, nodes=1), silence=60) as job:
+        kill_node(job.cluster, NODES[0])
+        job.wait(job.ended, "the end")
+        job.check(undisturbed)
+        assert job.counts == (2, 1)
+        (verdict,) = (e for e in job.journal.events() if e["event"] == "verdict")
+        assert (verdict["cause"], verdict["node"]) == ("node", NODES[0])
+        assert verdict["done"] == f"went on at once on {NODES[1]}"
 
 
 @pytest.mark.slurm

@@ -11,7 +11,8 @@ no word of Slurm, which takes minutes to notice a dead node:
     <round>.json    the decision, created exclusively: who trains now, or how the job ended
     ended-<node>    the launcher there has ended, and this is its exit code
 
-A launcher answers when its own ranks end badly, or when another one does. If all that trained
+A launcher answers when its own ranks end badly, or when another one does. Spare nodes also answer
+when all that train have shown no life for the silence limit of ranks. If all that trained
 answer or have ended, no node was lost: the job ends, and its trainer finds cause and remedy. One
 that is busy, such as with its inputs, is waited for as long as it shows that it lives. Else spare
 nodes take the places of those that did not answer. Each rank that lives stays on its node,
@@ -126,8 +127,8 @@ class HeldNodes:
         return ended or gone or f"{following}.json" in names
 
     def await_end(self) -> None:
-        """Wait, on a spare node, for the end of this round."""
-        while not self.round_ended():
+        """Wait, on a spare node, for the end of this round, or until none that trains lives."""
+        while not self.round_ended() and not self._silent(SIGNS).issuperset(self.training):
             time.sleep(POLL)
 
     def agree(self) -> RoundDecision:
