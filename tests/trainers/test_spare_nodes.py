@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import subprocess
 import threading
 import time
@@ -16,15 +17,17 @@ import pytest
 from pydantic import ValidationError
 
 from cray_agents.config.job_section import JobSettings
-from cray_agents.errors import BadInput, SchedulerError
+from cray_agents.errors import BadInput, SchedulerError, Superseded
 from cray_agents.paths import Home
 from cray_agents.ports import Command
 from cray_agents.processes import python
+from cray_agents.runtime.controller_lease import unguarded
 from cray_agents.runtime.disk import checksums, durable
+from cray_agents.runtime.scheduler import private_cluster
 from cray_agents.runtime.scheduler.batch_script import batch_script
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.site_environment import missing_programs
-from cray_agents.runtime.scheduler.slurm import Slurm
+from cray_agents.runtime.scheduler.slurm import Slurm, step_nodes
 from cray_agents.trainers.job.failures.failure import FailureSettings
 from cray_agents.trainers.job.job_command import check_submitted
 from cray_agents.trainers.job.journal import JobJournal
@@ -225,7 +228,48 @@ def test_nodes_killed_again_and_again_change_no_loss(
     Campaign(begin, disturb, lambda job: job.check(losses)).run(tmp_path, KILLS)
 
 
+@pytest.mark.slurm
+@needs_slurm
+def test_an_allocation_that_lost_its_script_is_ended_by_the_controller_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where Slurm has a step of its own on each node, as at sites with pam_slurm_adopt."""
+    settings = f"{private_cluster.FIXED_SETTINGS}PrologFlags=Contain\n"
+    monkeypatch.setattr(private_cluster, "FIXED_SETTINGS", settings)
+    cluster = PrivateCluster(tmp_path / "slurm", nodes=2, cpus=1)
+    cluster.start()
+    held = {"nodes": 1, "ranks": 1, "argv": ["sleep", "6000"], "directory": str(tmp_path)}
+
+    def sleepers() -> dict[str, int]:
+        on_nodes = [(node, one) for one in processes(cluster) for node in NODES if on(node, one[2])]
+        return {node: one[0] for node, one in on_nodes if one[1].startswith("sleep 6000 ")}
+
+    with Slurm(tmp_path / "slurm", cluster) as scheduler:
+        log = str(tmp_path / "log")
+        scheduler.submit(COMMAND.model_copy(update={**held, "log": log}))
+        wait_until(lambda: len(sleepers()) == 2, seconds=120)
+        kill_node(cluster, NODES[0])
+        wait_until(lambda: scheduler.live()["job"].lost_script, seconds=120)
+        assert scheduler.status("job").state == "running"
+        os.kill(sleepers()[NODES[1]], signal.SIGKILL)
+
+        def deposed() -> None:
+            raise Superseded("another host controls this root")
+
+        scheduler.guard = deposed
+        with pytest.raises(Superseded):
+            wait_until(lambda: scheduler.status("job").state != "running", seconds=120)
+        assert "job" in scheduler.live()
+        scheduler.guard = unguarded
+        assert scheduler.status("job").reason.startswith("NODE_FAIL: 127.0.0.1")
+        wait_until(lambda: "job" not in scheduler.live(), seconds=120)
+
+
 # ---- without Slurm
+def test_a_step_that_slurm_itself_makes_holds_no_node() -> None:
+    assert step_nodes("7.0 n[1-2]\n7.batch n3\n7.extern n[1-4]\n") == {"n1", "n2"}
+
+
 def launchers(folder: Path, answering: list[str], left: list[str]) -> dict[str, RoundDecision]:
     """What launchers on n1 and n2, and the spare ones on s1 and s2, decide after a round."""
     folder.mkdir()
