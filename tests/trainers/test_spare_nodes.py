@@ -346,6 +346,16 @@ def test_a_launcher_that_the_others_went_on_without_ends(lab: Any, tmp_path: Pat
     assert "s1 was busy for too long: the others go on without it" in done.stdout
 
 
+def test_a_launcher_that_finds_itself_on_none_of_the_nodes_says_so(
+    lab: Any, tmp_path: Path
+) -> None:
+    done = launcher(lab, tmp_path, "n1.site.org")
+    assert done.returncode == 1, done.stderr
+    assert (
+        "called n1.site.org, and the job's nodes are n1, n2, s1: let its container" in done.stdout
+    )
+
+
 COMMAND = Command(
     name="job", argv=["launch"], directory="/", log="/log", nodes=2, ranks=2, spare_nodes=1
 )

@@ -32,6 +32,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from cray_agents.errors import SetupError
 from cray_agents.records import Record
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.trainers.job.failures.rank_monitor import node_name, silence_limit
@@ -73,11 +74,19 @@ class HeldNodes:
 
     @classmethod
     def of_job(cls) -> "HeldNodes | None":
-        """Return the nodes of this launcher's job; None if it has no spare ones."""
+        """Return the nodes of this launcher's job; None if it has no spare ones.
+
+        Raises SetupError if this node is none of them.
+        """
         if FOLDER not in os.environ:
             return None
         names, spares = os.environ[NODES].split(), int(os.environ[SPARES])
-        return cls(Path(os.environ[FOLDER]), names, spares, node_name())
+        if (here := node_name()) not in names:
+            raise SetupError(
+                f"this node is called {here}, and the job's nodes are {', '.join(names)}: let its"
+                " container keep the variable SLURMD_NODENAME"
+            )
+        return cls(Path(os.environ[FOLDER]), names, spares, here)
 
     @property
     def trains(self) -> bool:
