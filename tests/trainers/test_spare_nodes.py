@@ -382,9 +382,17 @@ def test_the_script_starts_each_node_alone_and_notes_who_left(tmp_path: Path) ->
     assert names == {"ended-n1", "left-n2", "ended-n3"}
 
 
-def test_where_no_spare_node_can_be_held_it_is_refused(lab: Any) -> None:
-    with pytest.raises(SchedulerError, match="one launcher a node: set tasks = 'node'"):
+def test_where_no_spare_node_can_be_held_it_is_refused(lab: Any, tmp_path: Path) -> None:
+    with pytest.raises(
+        SchedulerError, match="one launcher a node: leave them out, or set tasks = 'node'"
+    ):
         batch_script(COMMAND, Path("/l"), settings=JobSettings(tasks="rank"))
+    slurm = Slurm(tmp_path / "slurm", settings=JobSettings(tasks="rank"))
+    trainer = MegatronTrainer(lab.home, slurm, Resources(nodes=2))
+    spec = spec_of(lab)
+    with pytest.raises(BadInput, match="one launcher a node: leave them out, or set tasks"):
+        trainer.submit(spec)
+    assert not JobJournal(lab.home, spec.id).exists  # so that it may come without them
     with pytest.raises(BadInput, match="one node: leave spare_nodes out"):
         check_submitted(spec_of(lab), lab.home, "local", turns=False)
     for wrong in ({"session": "s", "spare_nodes": 1}, {"spare_nodes": -1}):
