@@ -22,6 +22,7 @@ is queued again. Called by job.py. Read next: launch.py.
 
 import itertools
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -131,9 +132,8 @@ class HeldNodes:
     def round_ended(self) -> bool:
         """Tell whether a launcher of this round was lost, or has seen the round end."""
         names, following = durable.names_in(self._folder), str(self.round + 1)
-        ended = any(name.partition("-")[0] == following for name in names)
-        gone = any(f"left-{node}" in names for node in self.training)
-        return ended or gone or f"{following}.json" in names
+        ended = any(re.split("[-.]", name)[0] == following for name in names)
+        return ended or any(f"left-{node}" in names for node in self.training)
 
     def await_end(self) -> None:
         """Wait, on a spare node, for the end of this round, or until none that trains lives."""
