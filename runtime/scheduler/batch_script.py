@@ -146,7 +146,8 @@ def batch_script(
         )
     if command.spare_nodes and settings.tasks == "rank":
         raise SchedulerError(
-            f"{command.name}: spare_nodes need one launcher a node: set tasks = 'node' in [job]"
+            f"{command.name}: spare_nodes need one launcher a node: leave them out, or set"
+            " tasks = 'node' in [job]"
         )
     options = [*options, *settings.slurm_options.get(command.kind, []), *command.slurm_options]
     lines = [

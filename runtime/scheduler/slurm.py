@@ -233,6 +233,7 @@ class Slurm:
             return self._status_from_ledger(name)
         job = max(jobs, key=lambda job: job.id)
         if job.lost_script and job.state == "running" and not self._has_steps(job):
+            self.guard()
             self._call("scancel", str(job.id))  # nobody else would end it
         elif job.state in ("queued", "running"):
             return CommandStatus(state=job.state, id=str(job.id), reason=job.reason)
@@ -337,8 +338,8 @@ class Slurm:
 
     def _has_steps(self, job: Job) -> bool:
         """Tell whether a job still runs something on the nodes that it has."""
-        steps = self._call("squeue", "-h", "-s", f"--jobs={job.id}", "-o", "%N").splitlines()
-        return any(set(node_names(nodes)) & set(node_names(job.nodes)) for nodes in steps)
+        steps = self._call("squeue", "-h", "-s", f"--jobs={job.id}", "-o", "%i %N")
+        return not step_nodes(steps).isdisjoint(node_names(job.nodes))
 
     def _failed_node(self, job: Job) -> str:
         """Return the node where a job failed; of several, the one that is not up. Cached."""
@@ -545,6 +546,16 @@ def node_names(nodes: str) -> list[str]:
             names += [f"{name}{number:0{len(low)}d}" for number in numbers]
         names += [] if spans else [name]
     return names
+
+
+def step_nodes(listing: str) -> set[str]:
+    """Return the nodes of a job's steps, by squeue's output of `%i %N`, but of Slurm's own steps.
+
+    These are the batch script's, and one that some sites have on all nodes. Raises SchedulerError.
+    """
+    steps = (row.partition(" ") for row in listing.splitlines())
+    own = (nodes for step, _, nodes in steps if not step.endswith((".batch", ".extern")))
+    return {name for nodes in own for name in node_names(nodes)}
 
 
 def read_node(line: str) -> NodeRoom | None:

@@ -2,8 +2,10 @@
 
 import os
 import random
+import signal
 import subprocess
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,13 +17,17 @@ import pytest
 from pydantic import ValidationError
 
 from cray_agents.config.job_section import JobSettings
-from cray_agents.errors import BadInput, SchedulerError
+from cray_agents.errors import BadInput, SchedulerError, Superseded
 from cray_agents.paths import Home
 from cray_agents.ports import Command
+from cray_agents.processes import python
+from cray_agents.runtime.controller_lease import unguarded
+from cray_agents.runtime.disk import checksums, durable
+from cray_agents.runtime.scheduler import private_cluster
 from cray_agents.runtime.scheduler.batch_script import batch_script
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.site_environment import missing_programs
-from cray_agents.runtime.scheduler.slurm import Slurm
+from cray_agents.runtime.scheduler.slurm import Slurm, step_nodes
 from cray_agents.trainers.job.failures.failure import FailureSettings
 from cray_agents.trainers.job.job_command import check_submitted
 from cray_agents.trainers.job.journal import JobJournal
@@ -40,7 +46,7 @@ needs_slurm = pytest.mark.skipif(bool(missing_programs()), reason=f"lacks {missi
 
 @dataclass
 class HeldJob:
-    """A job of two nodes and a spare one, on a Slurm of three."""
+    """A job that holds a spare node, and all nodes of its Slurm."""
 
     lab: Any
     cluster: PrivateCluster
@@ -98,12 +104,18 @@ class HeldJob:
 
 
 @contextmanager
-def held_job(lab: Any, folder: Path, spec: JobSpec) -> Iterator[HeldJob]:
-    cluster = PrivateCluster(folder / "slurm", nodes=3, cpus=1)
+def held_job(
+    lab: Any,
+    folder: Path,
+    spec: JobSpec,
+    silence: float = 600,  # the machine may be slow
+) -> Iterator[HeldJob]:
+    nodes = spec.layout.world
+    cluster = PrivateCluster(folder / "slurm", nodes=nodes + 1, cpus=1)
     cluster.start()
     with Slurm(folder / "slurm", cluster) as scheduler:
-        patient = FailureSettings(hang_seconds=600)  # the machine may be slow
-        trainer = MegatronTrainer(lab.home, scheduler, Resources(nodes=2), failures=patient)
+        patient = FailureSettings(hang_seconds=silence)
+        trainer = MegatronTrainer(lab.home, scheduler, Resources(nodes=nodes), failures=patient)
         trainer.submit(spec)
         job = HeldJob(lab, cluster, scheduler, trainer, JobJournal(lab.home, spec.id))
         job.wait(lambda: "waits as a spare node" in job.journal.log_tail(), "a spare node")
@@ -111,10 +123,10 @@ def held_job(lab: Any, folder: Path, spec: JobSpec) -> Iterator[HeldJob]:
         yield job
 
 
-def spec_of(lab: Any, steps: int = 120) -> JobSpec:
+def spec_of(lab: Any, steps: int = 120, nodes: int = 2) -> JobSpec:
     lab.dataset()
     spec: JobSpec = lab.spec(
-        "qwen3", layout={"data": 2}, hyper={"steps": steps}, save_every=5, spare_nodes=1
+        "qwen3", layout={"data": nodes}, hyper={"steps": steps}, save_every=5, spare_nodes=1
     )
     return spec
 
@@ -148,6 +160,24 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(
         (verdict,) = (e for e in job.journal.events() if e["event"] == "verdict")
         assert (verdict["cause"], verdict["node"]) == ("node", node)
         assert verdict["done"].startswith("went on at once on") and NODES[2] in verdict["done"]
+
+
+@pytest.mark.slurm
+@pytest.mark.megatron
+@needs_slurm
+def test_a_spare_node_goes_on_alone_where_the_only_one_that_trains_is_lost(
+    lab: Any, tmp_path: Path, shared_lab: Any, undisturbed_job: Any
+) -> None:
+    """The batch script is lost with it, so nobody tells the spare node."""
+    undisturbed = undisturbed_job(spec_of(shared_lab, 100, nodes=1)).losses
+    with held_job(lab, tmp_path, spec_of(lab, 100, nodes=1), silence=60) as job:
+        kill_node(job.cluster, NODES[0])
+        job.wait(job.ended, "the end")
+        job.check(undisturbed)
+        assert job.counts == (2, 1)
+        (verdict,) = (e for e in job.journal.events() if e["event"] == "verdict")
+        assert (verdict["cause"], verdict["node"]) == ("node", NODES[0])
+        assert verdict["done"] == f"went on at once on {NODES[1]}"
 
 
 @pytest.mark.slurm
@@ -198,7 +228,48 @@ def test_nodes_killed_again_and_again_change_no_loss(
     Campaign(begin, disturb, lambda job: job.check(losses)).run(tmp_path, KILLS)
 
 
+@pytest.mark.slurm
+@needs_slurm
+def test_an_allocation_that_lost_its_script_is_ended_by_the_controller_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where Slurm has a step of its own on each node, as at sites with pam_slurm_adopt."""
+    settings = f"{private_cluster.FIXED_SETTINGS}PrologFlags=Contain\n"
+    monkeypatch.setattr(private_cluster, "FIXED_SETTINGS", settings)
+    cluster = PrivateCluster(tmp_path / "slurm", nodes=2, cpus=1)
+    cluster.start()
+    held = {"nodes": 1, "ranks": 1, "argv": ["sleep", "6000"], "directory": str(tmp_path)}
+
+    def sleepers() -> dict[str, int]:
+        on_nodes = [(node, one) for one in processes(cluster) for node in NODES if on(node, one[2])]
+        return {node: one[0] for node, one in on_nodes if one[1].startswith("sleep 6000 ")}
+
+    with Slurm(tmp_path / "slurm", cluster) as scheduler:
+        log = str(tmp_path / "log")
+        scheduler.submit(COMMAND.model_copy(update={**held, "log": log}))
+        wait_until(lambda: len(sleepers()) == 2, seconds=120)
+        kill_node(cluster, NODES[0])
+        wait_until(lambda: scheduler.live()["job"].lost_script, seconds=120)
+        assert scheduler.status("job").state == "running"
+        os.kill(sleepers()[NODES[1]], signal.SIGKILL)
+
+        def deposed() -> None:
+            raise Superseded("another host controls this root")
+
+        scheduler.guard = deposed
+        with pytest.raises(Superseded):
+            wait_until(lambda: scheduler.status("job").state != "running", seconds=120)
+        assert "job" in scheduler.live()
+        scheduler.guard = unguarded
+        assert scheduler.status("job").reason.startswith("NODE_FAIL: 127.0.0.1")
+        wait_until(lambda: "job" not in scheduler.live(), seconds=120)
+
+
 # ---- without Slurm
+def test_a_step_that_slurm_itself_makes_holds_no_node() -> None:
+    assert step_nodes("7.0 n[1-2]\n7.batch n3\n7.extern n[1-4]\n") == {"n1", "n2"}
+
+
 def launchers(folder: Path, answering: list[str], left: list[str]) -> dict[str, RoundDecision]:
     """What launchers on n1 and n2, and the spare ones on s1 and s2, decide after a round."""
     folder.mkdir()
@@ -230,6 +301,61 @@ def test_launchers_agree_on_who_trains(tmp_path: Path, monkeypatch: pytest.Monke
     assert (none_left.nodes, none_left.lost, none_left.code) == ([], ["n2"], 1)
 
 
+def test_a_busy_launcher_that_shows_it_lives_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK_SILENCE_SECONDS", "16")  # 2 for an answer
+    found = {}
+
+    def answer(node: str, busy: float) -> None:
+        held = HeldNodes(tmp_path, ["n1", "n2", "s1"], 1, node)
+        held.show_life()
+        time.sleep(busy)
+        found[node] = held.agree()
+
+    launchers = {"n1": 0.0, "n2": 6.0, "s1": 0.0}  # a rank died on n1; n2 reads its inputs
+    threads = [threading.Thread(target=answer, args=one) for one in launchers.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert {(*decision.lost, decision.code) for decision in found.values()} == {(1,)}
+
+
+def launcher(lab: Any, folder: Path, node: str) -> "subprocess.CompletedProcess[str]":
+    """Run the launcher on a node of a job that holds n1, n2 and the spare s1, to its end."""
+    journal = JobJournal(lab.home, "job-of-three")
+    journal.write_spec(spec_of(lab))
+    held = {"RANKS_NODES": "n1 n2 s1", "RANKS_SPARES": "1", "RANKS_FOLDER": str(folder)}
+    return subprocess.run(
+        [*python("-m", "cray_agents.trainers.job.job"), str(journal.folder / "spec.json")],
+        env={**os.environ, **held, "SLURMD_NODENAME": node, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+@pytest.mark.megatron
+def test_a_launcher_that_the_others_went_on_without_ends(lab: Any, tmp_path: Path) -> None:
+    decision = RoundDecision(nodes=["n1", "n2"], lost=["n3"])
+    durable.create_file(tmp_path / "1.json", checksums.record_text(decision))
+    done = launcher(lab, tmp_path, "s1")
+    assert (done.returncode, (tmp_path / "ended-s1").read_text()) == (1, "1"), done.stderr
+    assert "s1 was busy for too long: the others go on without it" in done.stdout
+
+
+def test_a_launcher_that_finds_itself_on_none_of_the_nodes_says_so(
+    lab: Any, tmp_path: Path
+) -> None:
+    done = launcher(lab, tmp_path, "n1.site.org")
+    assert done.returncode == 1, done.stderr
+    assert (
+        "called n1.site.org, and the job's nodes are n1, n2, s1: let its container" in done.stdout
+    )
+
+
 COMMAND = Command(
     name="job", argv=["launch"], directory="/", log="/log", nodes=2, ranks=2, spare_nodes=1
 )
@@ -256,9 +382,17 @@ def test_the_script_starts_each_node_alone_and_notes_who_left(tmp_path: Path) ->
     assert names == {"ended-n1", "left-n2", "ended-n3"}
 
 
-def test_where_no_spare_node_can_be_held_it_is_refused(lab: Any) -> None:
-    with pytest.raises(SchedulerError, match="one launcher a node: set tasks = 'node'"):
+def test_where_no_spare_node_can_be_held_it_is_refused(lab: Any, tmp_path: Path) -> None:
+    with pytest.raises(
+        SchedulerError, match="one launcher a node: leave them out, or set tasks = 'node'"
+    ):
         batch_script(COMMAND, Path("/l"), settings=JobSettings(tasks="rank"))
+    slurm = Slurm(tmp_path / "slurm", settings=JobSettings(tasks="rank"))
+    trainer = MegatronTrainer(lab.home, slurm, Resources(nodes=2))
+    spec = spec_of(lab)
+    with pytest.raises(BadInput, match="one launcher a node: leave them out, or set tasks"):
+        trainer.submit(spec)
+    assert not JobJournal(lab.home, spec.id).exists  # so that it may come without them
     with pytest.raises(BadInput, match="one node: leave spare_nodes out"):
         check_submitted(spec_of(lab), lab.home, "local", turns=False)
     for wrong in ({"session": "s", "spare_nodes": 1}, {"spare_nodes": -1}):

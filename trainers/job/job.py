@@ -77,6 +77,7 @@ def run(journal: JobJournal) -> int:
 def _run_with_spares(journal: JobJournal, held: HeldNodes) -> int:
     """Run the job's attempts on the nodes that it holds, until it ends."""
     code = 1
+    held.show_life()
     try:
         code = _rounds(journal, journal.spec(), held)
         return code
@@ -107,6 +108,9 @@ def _rounds(journal: JobJournal, spec: JobSpec, held: HeldNodes) -> int:
         except JobError as error:
             death = error
         decision = held.agree()
+        if decision.nodes and held.here not in (*held.training, *held.spares):
+            print(f"{held.here} was busy for too long: the others go on without it", flush=True)
+            return 1
         if not decision.nodes and (decision.code != 1 or not (held.trains or decision.lost)):
             return decision.code
         lost = ", ".join(decision.lost)

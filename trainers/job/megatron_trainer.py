@@ -13,11 +13,12 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from cray_agents.errors import BadInput, NotFound
+from cray_agents.errors import BadInput, NotFound, SchedulerError
 from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus, Scheduler
 from cray_agents.runtime.controller_lease import Guard, unguarded
 from cray_agents.runtime.scheduler.excluded_nodes import exclude_node
+from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.trainers.job.failures.failure import FailureSettings, FailureVerdict, judge
 from cray_agents.trainers.job.failures.rank_monitor import forget_end, read_end
 from cray_agents.trainers.job.job_command import build_command, check_submitted, nodes_left_out
@@ -140,9 +141,17 @@ class MegatronTrainer:
         return self.status(spec.id)
 
     def _choose_layout(self, journal: JobJournal, spec: JobSpec) -> JobSpec:
-        """Return the spec with a layout; a chosen one is explained by an event and in the log."""
+        """Return the spec with a layout; a chosen one is explained by an event and in the log.
+
+        Raises BadInput for one that cannot run here.
+        """
         complete, reasons = choose_default_layout(spec, self.home, self.resources)
         check_layout_fits(complete, self.home, self.resources, chosen=bool(reasons))
+        if isinstance(self.scheduler, Slurm):
+            try:
+                self.scheduler.script(self.command_of(complete))
+            except SchedulerError as error:
+                raise BadInput(str(error)) from error
         # a kill between the event and the spec leaves events without a job
         if reasons and (journal.exists or not journal.events()):
             journal.folder.mkdir(parents=True, exist_ok=True)
