@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,19 @@ def test_events_are_paged_newest_first_and_keep_their_ids(site: Site) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         jobs.list_events(job.id, after="ftevent-none")
     assert refused.value.param == "after"
+
+
+def test_what_every_attempt_warns_of_is_an_event_each_time(site: Site) -> None:
+    job = site.submitted()
+    journal = JobJournal(site.home, job.metadata["job"])
+    for step in (1, 2):  # each `advance` is an attempt
+        site.trainer.advance(journal.job_id, step)
+        for kind in ("warning", "corrupt"):
+            journal.event(kind, message="of all attempts the same")
+    journal.close()
+    pages = site.client.fine_tuning.jobs.list_events(job.id, limit=1)
+    told = [event.id for event in islice(pages, 100) if "the same" in event.message]
+    assert len(told) == len(set(told)) == 4
 
 
 def test_pause_and_resume(site: Site) -> None:
