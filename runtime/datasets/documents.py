@@ -11,6 +11,7 @@ jobs train on them.
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -215,14 +216,18 @@ def considered_documents(
 ) -> Iterator[tuple[ConsideredRun, str, list[SampleRow]]]:
     """Decide on the documents of a recipe, in the order of its files; `seen` keeps those accepted.
 
-    Yields each one's line, its split and its rows, none if it is left out. Raises BadInput.
+    Yields each one's line, its split and its rows, none if it is left out. Of several files with
+    one title, the documents of the second are named `title (2):1`. Raises BadInput.
     """
     located = [locate(files, name) for name in recipe.documents]  # before the first is read
     tokenize = DocumentTokenizer(tokenizer)
     cutters: dict[str, Cutter] = {}
+    titles = Counter[str]()
     for path, title in chain.from_iterable(located):
+        titles[title] += 1
+        label = title if titles[title] == 1 else f"{title} ({titles[title]})"
         for document, tokens in tokenize.tokens(read_documents(path, title)):
-            name, reason, detail = document.name, None, None
+            name, reason, detail = label + document.name.removeprefix(title), None, None
             rows: list[SampleRow] = []
             split = split_of(document.text)
             if len(tokens) < 2:

@@ -15,7 +15,7 @@ import pytest
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.runtime.datasets.documents import Cutter
-from cray_agents.runtime.datasets.reader import CARD, read_manifest
+from cray_agents.runtime.datasets.reader import CARD, read_manifest, runs_page
 from tests.support.command_line import cli, refused
 from tests.support.datasets.dataset_runs import details, made, reasons, rows
 from tests.support.scripted_gateway import served
@@ -127,6 +127,23 @@ def test_repeats_and_what_is_held_out_stay_out(home: Home, tokenizer: Path, tmp_
     for n, text in enumerate(texts, 1):
         low = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64 < 0.4
         assert f"b.jsonl:{n}" not in (here if low else there)
+
+
+def test_files_of_one_name_have_documents_of_different_names(
+    home: Home, tokenizer: Path, tmp_path: Path
+) -> None:
+    files = [tmp_path / folder / "d.txt" for folder in "xyz"]
+    for n, file in enumerate(files):
+        file.parent.mkdir()
+        file.write_text("\n".join(TEXTS[2 * n : 2 * n + 2]))
+    recipe = {"tokenizer": str(tokenizer), "max_tokens": CONTEXT}
+    manifest, samples = made(home, documents=[str(file) for file in files], **recipe)
+    names: list[str] = []
+    while (page := runs_page(home, manifest["id"], after=(names or [None])[-1], limit=1)).rows:
+        names += [row["run"] for row in page.rows]
+        assert len(names) <= 6, "its pages have no end"
+    assert names == [f"d.txt{of}:{n}" for of in ("", " (2)", " (3)") for n in (1, 2)]
+    assert {row["run_id"] for row in samples} == set(names)
 
 
 def two_columns(path: Path) -> None:
