@@ -85,10 +85,14 @@ def locate(files: Files, name: str) -> list[tuple[Path, str]]:
         return [(files.path(name), files.get(name).filename)]
     except NotFound:
         path = Path(name)
-    if path.is_file():
-        return [(path, path.name)]
-    below = sorted(each for each in path.rglob("*") if each.is_file() and each.name[0] != ".")
-    if not below:
+    try:
+        if path.is_file():
+            return [(path, path.name)]
+        below = sorted(each for each in path.rglob("*") if each.is_file() and each.name[0] != ".")
+    except OSError as error:  # for example, a name that is too long
+        message = f"cannot read {name[:200]!r}: {error.strerror or error}"
+        raise BadInput(message, param=DOCUMENTS) from error
+    if not below or not name:  # Path("") is the working directory
         raise BadInput(
             f"{name[:200]!r} is neither an uploaded file's id nor a file, or folder with files, on"
             " this host",

@@ -221,6 +221,25 @@ def test_a_recipe_of_documents_has_what_they_need(
     assert error.value.param == param, error.value
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("", "^'' is neither"), ("x" * 300, "^cannot read 'x+': File name too long$")],
+)
+def test_a_name_of_no_file_is_refused(
+    home: Home,
+    tokenizer: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    said: str,
+) -> None:
+    (tmp_path / "here").mkdir()
+    write_json(tmp_path / "here" / "a.jsonl")
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(BadInput, match=said):
+        made(home, documents=[name], tokenizer=str(tokenizer), max_tokens=CONTEXT)
+
+
 def test_imported_and_built_by_commands(home: Home, tokenizer: Path, tmp_path: Path) -> None:
     path = write_json(tmp_path / "a.jsonl")
     words = ("import", path, "--format", "documents", "--home", home.root, "--json")
