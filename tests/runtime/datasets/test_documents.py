@@ -129,6 +129,23 @@ def test_repeats_and_what_is_held_out_stay_out(home: Home, tokenizer: Path, tmp_
         assert f"b.jsonl:{n}" not in (here if low else there)
 
 
+def test_a_set_of_which_nothing_is_left_says_why(
+    home: Home, tokenizer: Path, tmp_path: Path
+) -> None:
+    held = tmp_path / "held.txt"
+    held.write_text(f"{TEXTS[0]}\n{TEXTS[1]}\n")
+    with pytest.raises(BadInput) as refused:
+        made(
+            home,
+            documents=[str(write_json(tmp_path / "a.jsonl", TEXTS[:2]))],
+            tokenizer=str(tokenizer),
+            max_tokens=CONTEXT,
+            decontamination={"files": [str(held)]},
+        )
+    told = "no document can be trained on: 2 considered (contaminated 2)"
+    assert (str(refused.value), refused.value.code) == (told, "empty_dataset")
+
+
 def test_files_of_one_name_have_documents_of_different_names(
     home: Home, tokenizer: Path, tmp_path: Path
 ) -> None:
