@@ -263,7 +263,8 @@ def test_imported_and_built_by_commands(home: Home, tokenizer: Path, tmp_path: P
     kept = json.loads(cli(*words, cwd=tmp_path).stdout)
     assert kept["documents"] == len(TEXTS)
     assert json.loads(cli(*words, cwd=tmp_path).stdout) == kept, "twice is once"
-    refused(cli(*words, "--loop", "l", cwd=tmp_path), "--loop has no effect")
+    for option, value in (("--loop", "l"), ("--reward", "0")):
+        refused(cli(*words, option, value, cwd=tmp_path), f"{option} has no effect")
     path.unlink()
     build = ("dataset", "build", "--documents", kept["id"], "--tokenizer", tokenizer)
     ended = cli(*build, "--set", f"max_tokens={CONTEXT}", "--home", home.root, cwd=tmp_path)
