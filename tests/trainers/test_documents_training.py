@@ -21,6 +21,7 @@ from cray_agents.runtime.store import Store
 from cray_agents.trainers.data.packer import BaselineLogprobs, microbatches, pack
 from cray_agents.trainers.data.samples import Samples, read_samples
 from cray_agents.trainers.data.stored_tokens import StoredTokens
+from cray_agents.trainers.host_copies import host_copy
 from cray_agents.trainers.job.job_inputs import check_samples
 from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.training_jobs import Hyperparameters
@@ -124,6 +125,21 @@ def test_a_damaged_copy_is_made_anew_and_a_damaged_set_is_refused(
     with pytest.raises(Corrupt, match=r"train-00000\.parquet is damaged"):
         read_samples(folder)
     assert not copies(cache)
+
+
+def test_drafts_of_killed_makers_are_deleted(cache: Path) -> None:
+    def die(draft: Path) -> None:
+        (draft / "tokens").write_bytes(b"half")
+        os._exit(9)
+
+    for _ in range(2):
+        if (pid := os.fork()) == 0:
+            host_copy("tokens", "ds-1", die)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+        (left,) = cache.glob("*/tokens/.ds-1.*")
+    (left.parent / "gone").symlink_to("nowhere")  # as what another process deletes just now
+    folder = host_copy("tokens", "ds-1", lambda draft: None)
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["ds-1", "gone"]
 
 
 def test_what_does_not_fit_is_refused(
