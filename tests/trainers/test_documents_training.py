@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cray_agents.errors import BadInput, Corrupt, StoreError
+from cray_agents.errors import BadInput, Corrupt, SetupError, StoreError
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.runtime.datasets.build import build_dataset
@@ -110,7 +110,7 @@ def test_a_damaged_copy_is_made_anew_and_a_damaged_set_is_refused(
     content[4 * int(samples.lengths[0]) + 1] ^= 1  # in the second sample
     copy.write_bytes(content)
     assert samples.tokens[0].tolist() == stored_rows(folder)[0]
-    with pytest.raises(Corrupt, match=r"tokens is damaged.*start the job again"):
+    with pytest.raises(SetupError, match=r"tokens is damaged.*next start makes it anew"):
         samples.tokens[1]
     assert [ids.tolist() for ids in read_samples(folder).tokens] == stored_rows(folder)
     for name in ("samples", "index.json"):
@@ -181,6 +181,26 @@ def test_losses_are_those_of_a_plain_loop_of_transformers(
     plain = plain_losses(parent, rows, spec.hyperparameters, units=samples.units)
     ours = lab.run(spec).losses
     assert ours == pytest.approx(plain, rel=2e-4) and ours[-1] < ours[0]
+
+
+@pytest.mark.megatron
+def test_a_copy_damaged_under_a_job_costs_an_attempt_and_nothing_else(
+    lab: Any, tokenizer: Path, models: Any, tmp_path: Path, cache: Path
+) -> None:
+    folder = documents(lab.home, tokenizer)
+    parent = tmp_path / "model"
+    shutil.copytree(models("qwen3"), parent)
+    shutil.copy(tokenizer / "tokenizer.json", parent)
+    spec = lab.spec(parent, dataset=folder.name, hyper={"steps": 60, "batch_size": 4})
+    job = lab.start(spec)
+    job.wait_for_step(1)
+    (copy,) = copies(cache)
+    with copy.open("r+b") as file:  # the same file, which the rank has open
+        file.write(b"\xff" * copy.stat().st_size)
+    assert job.wait() == 1 and "tokens is damaged" in job.log
+    assert job.journal.status() is None, "not failed: its trainer starts it again"
+    again = lab.run(spec)
+    assert len(again.losses) == 60 and again.journal.attempts == 2
 
 
 @pytest.mark.megatron
