@@ -117,6 +117,24 @@ def test_versions_while_it_trains_are_checkpoints_that_answer(site: Site) -> Non
         site.create(suffix="sums", hyperparameters={"n_epochs": 5})
 
 
+def test_a_shared_training_publishes_as_its_first_job_says(site: Site) -> None:
+    """Nine epochs of twelve are what "auto" means here: other requests, the same training."""
+    first = site.submitted(suffix="first", hyperparameters={"publish_every": 2})
+    training = first.metadata["job"]
+    site.trainer.advance(training, 3)
+    refused = []
+    for asked in ({"n_epochs": 9, "publish_every": 2}, {"batch_size": 12}):
+        job = site.create(suffix="second", hyperparameters=asked)
+        refused.append(site.until(job.id, "failed"))
+    for job in refused:
+        assert (job.error.code, job.metadata["job"]) == ("job_exists", training)
+        assert "{'name': 'first', 'steps': 2}, not" in job.error.message
+        assert list(site.client.fine_tuning.jobs.checkpoints.list(job.id)) == []
+    site.trainer.advance(training)
+    assert site.retrieve(first.id).fine_tuned_model == "first@5"
+    assert site.retrieve(refused[0].id).status == "failed"
+
+
 def test_a_rate_of_nothing_is_a_rate(site: Site) -> None:
     job = site.submitted(hyperparameters={"learning_rate_multiplier": 0, "n_epochs": 1})
     assert job.method.supervised.hyperparameters.learning_rate_multiplier == 0
