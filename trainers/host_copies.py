@@ -1,14 +1,15 @@
 """Host copies: folders in this host's cache ($CRAY_AGENTS_CACHE) that its ranks make once.
 
 The first process that asks for one makes it in a draft, which is then renamed; the others wait.
-What no job has asked for in a week is deleted. Called by data/stored_tokens.py and
-models/transformers_backend/initial_weights.py.
+It first deletes the drafts of killed ones, and what no job has asked for in a week. Called by
+data/stored_tokens.py and models/transformers_backend/initial_weights.py.
 """
 
 import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from cray_agents.errors import CrayError, StoreError
@@ -38,7 +39,7 @@ def host_copy(kind: str, name: str, make: Callable[[Path], None]) -> Path:
             os.utime(folder)
         else:
             folder.parent.mkdir(exist_ok=True)
-            _sweep(folder.parent)
+            _sweep(folder)
             draft = durable.draft_directory(folder)
             try:
                 make(draft)
@@ -65,8 +66,13 @@ def check_room(draft: Path, size: int, what: str) -> None:
         )
 
 
-def _sweep(parent: Path) -> None:
-    """Delete what no job has used for long, and the drafts of killed processes."""
-    for folder in parent.iterdir():
-        if time.time() - folder.stat().st_mtime > UNUSED_SECONDS:
-            shutil.rmtree(folder, ignore_errors=True)
+def _sweep(folder: Path) -> None:
+    """Delete what no job has used for long, and what killed makers of this folder have left.
+
+    Whoever holds the folder's lock calls it: nobody else makes it now.
+    """
+    for other in folder.parent.iterdir():
+        with suppress(FileNotFoundError):  # another process deletes it, too
+            left = other.name.startswith(f".{folder.name}.draft_")
+            if left or time.time() - other.stat().st_mtime > UNUSED_SECONDS:
+                shutil.rmtree(other, ignore_errors=True)

@@ -50,10 +50,10 @@ def import_runs(
     from cray_agents.runtime.imports import Importing
 
     if form == "documents":
-        options_given = {
+        of_runs = {
             "loop": loop, "split": split, "tag": tag, "agent": agent, "reward": reward
         }  # fmt: skip
-        _import_documents(file, [name for name, value in options_given.items() if value])
+        _import_documents(file, [name for name, value in of_runs.items() if value is not None])
         return
     if split is not None and split not in get_args(Split):
         raise BadInput(

@@ -176,16 +176,19 @@ def _check_filled(counts: BuildCounts) -> None:
     cause = ", ".join(f"{reason} {n}" for reason, n in sorted(reasons.items()))
     if counts.splits:
         cause = f"all {counts.total('samples')} samples fell to the validation split"
+    what, considered = "run", counts.considered
+    if counts.recipe.documents:
+        what, considered = "document", counts.documents + counts.rejected_documents.total()
     hint, most = "", reasons.most_common(1)[0][0] if reasons else None
     if most == "reward_error":
         hint = f": `cray-agents runs show {counts.failed_reward}` has the error of one"
-    if most == "contaminated":
+    if most == "contaminated" and what == "run":
         hint = (
             ": most are taken for held-out tasks; where all tasks share a long text, put it into "
             "the agent's instructions, or raise decontamination.threshold"
         )
     raise BadInput(
-        f"no run can be trained on: {counts.considered} considered ({cause or 'none match'}){hint}",
+        f"no {what} can be trained on: {considered} considered ({cause or 'none match'}){hint}",
         code="empty_dataset",
     )
 

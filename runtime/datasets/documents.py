@@ -11,6 +11,7 @@ jobs train on them.
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -84,10 +85,14 @@ def locate(files: Files, name: str) -> list[tuple[Path, str]]:
         return [(files.path(name), files.get(name).filename)]
     except NotFound:
         path = Path(name)
-    if path.is_file():
-        return [(path, path.name)]
-    below = sorted(each for each in path.rglob("*") if each.is_file() and each.name[0] != ".")
-    if not below:
+    try:
+        if path.is_file():
+            return [(path, path.name)]
+        below = sorted(each for each in path.rglob("*") if each.is_file() and each.name[0] != ".")
+    except OSError as error:  # for example, a name that is too long
+        message = f"cannot read {name[:200]!r}: {error.strerror or error}"
+        raise BadInput(message, param=DOCUMENTS) from error
+    if not below or not name:  # Path("") is the working directory
         raise BadInput(
             f"{name[:200]!r} is neither an uploaded file's id nor a file, or folder with files, on"
             " this host",
@@ -215,14 +220,18 @@ def considered_documents(
 ) -> Iterator[tuple[ConsideredRun, str, list[SampleRow]]]:
     """Decide on the documents of a recipe, in the order of its files; `seen` keeps those accepted.
 
-    Yields each one's line, its split and its rows, none if it is left out. Raises BadInput.
+    Yields each one's line, its split and its rows, none if it is left out. Of several files with
+    one title, the documents of the second are named `title (2):1`. Raises BadInput.
     """
     located = [locate(files, name) for name in recipe.documents]  # before the first is read
     tokenize = DocumentTokenizer(tokenizer)
     cutters: dict[str, Cutter] = {}
+    titles = Counter[str]()
     for path, title in chain.from_iterable(located):
+        titles[title] += 1
+        label = title if titles[title] == 1 else f"{title} ({titles[title]})"
         for document, tokens in tokenize.tokens(read_documents(path, title)):
-            name, reason, detail = document.name, None, None
+            name, reason, detail = label + document.name.removeprefix(title), None, None
             rows: list[SampleRow] = []
             split = split_of(document.text)
             if len(tokens) < 2:

@@ -92,8 +92,9 @@ def _training_events(folder: Path, validated: Validated) -> Iterator[TuningEvent
             after_resume = any(last_start < when <= time for _, when in resumed)
             yield _start_event(event, after_resume)
             last_start = time
-        elif event["event"] == "corrupt":
-            yield TuningEvent(time, f"corrupt {event['message']}", event["message"], "warn")
+        elif event["event"] in ("corrupt", "warning"):  # an attempt may repeat another's text
+            key = f"{event['event']} {time}: {event['message']}"
+            yield TuningEvent(time, key, event["message"], "warn")
         elif event["event"] in ("verdict", "straggler"):
             yield _trouble_event(event)
         elif event["event"] == "layout":
@@ -107,8 +108,6 @@ def _training_events(folder: Path, validated: Validated) -> Iterator[TuningEvent
         elif event["event"] == "version":
             message = f"Checkpoint created at step {event['step']}: {event['version']}"
             yield TuningEvent(time, f"version {event['step']}", message)
-        elif event["event"] == "warning":
-            yield TuningEvent(time, f"warning {event['message']}", event["message"], "warn")
 
 
 def _start_event(event: dict[str, Any], after_resume: bool) -> TuningEvent:

@@ -69,7 +69,8 @@ class TuningRequest(Record):
         """`ftjob-` and a hash of all that decides the JobSpec, known before the file is read.
 
         Different requests may lead to one JobSpec, such as "auto" and the number it means. They
-        share its training job, which is paused and cancelled for both.
+        share its training job, which is paused and cancelled for both. A second one that asks for
+        another `publish_every`, or for it under another name, is refused.
         """
         identity = [
             *(self.training_sha256, self.parent_sha256, self.code, self.seed),

@@ -25,6 +25,7 @@ from cray_agents.ports import Trainer
 from cray_agents.processes import python
 from cray_agents.records import digest
 from cray_agents.runtime.background import BackgroundTasks
+from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.fine_tuning import job_inputs
 from cray_agents.runtime.fine_tuning.job_events import metrics
@@ -37,7 +38,7 @@ from cray_agents.runtime.fine_tuning.job_records import (
 )
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.registry import Registry
-from cray_agents.training_jobs import JobStatus
+from cray_agents.training_jobs import JobSpec, JobStatus
 
 SMALL_BYTES = 1 << 16  # of files that a thread may validate, where torch is imported already
 POLL_INTERVAL = 1.0  # between looks at a job that trains
@@ -178,8 +179,11 @@ class FineTuning:
         ended, status = self.folder.read_ended(job_id), None
         if validated is not None and ended is None:
             status = self._training_status(validated)
+            end = None if status is None else self._refuse_other_versions(validated)
             if status is not None and status.state in ("succeeded", "failed", "cancelled"):
-                self.folder.write_ended(job_id, self._finish(request, validated, status))
+                end = end or self._finish(request, validated, status)
+            if end is not None:
+                self.folder.write_ended(job_id, end)
                 ended = self.folder.read_ended(job_id)
         return JobState(request, validated, ended, status)
 
@@ -189,6 +193,23 @@ class FineTuning:
             return self.trainer.status(validated.spec.id)
         except NotFound:
             return None
+
+    def _refuse_other_versions(self, validated: Validated) -> Ended | None:
+        """Return the end of a job whose training was begun by a job that publishes otherwise."""
+        asked = validated.spec
+        begun = checksums.read_record(JobSpec, self.home.job(asked.id) / "spec.json")
+        if begun.publish_every == asked.publish_every:
+            return None
+        before, now = (
+            spec.publish_every and spec.publish_every.model_dump(exclude_none=True)
+            for spec in (begun, asked)
+        )
+        message = (
+            f"{asked.id} is this very training, begun for another job with another publish_every:"
+            f" {before!r}, not {now!r}. It is not done twice; use that job, or change the seed"
+        )
+        problem = {"code": "job_exists", "message": message, "param": "publish_every"}
+        return Ended(state="failed", error=problem)
 
     def _finish(self, request: TuningRequest, validated: Validated, status: JobStatus) -> Ended:
         """Return the end of a training job; register a success and publish its metrics."""

@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,24 @@ def test_versions_while_it_trains_are_checkpoints_that_answer(site: Site) -> Non
             site.create(suffix="sums", hyperparameters={"publish_every": wrong})
     with pytest.raises(openai.BadRequestError, match="another publish_every: 2, not 'auto'"):
         site.create(suffix="sums", hyperparameters={"n_epochs": 5})
+
+
+def test_a_shared_training_publishes_as_its_first_job_says(site: Site) -> None:
+    """Nine epochs of twelve are what "auto" means here: other requests, the same training."""
+    first = site.submitted(suffix="first", hyperparameters={"publish_every": 2})
+    training = first.metadata["job"]
+    site.trainer.advance(training, 3)
+    refused = []
+    for asked in ({"n_epochs": 9, "publish_every": 2}, {"batch_size": 12}):
+        job = site.create(suffix="second", hyperparameters=asked)
+        refused.append(site.until(job.id, "failed"))
+    for job in refused:
+        assert (job.error.code, job.metadata["job"]) == ("job_exists", training)
+        assert "{'name': 'first', 'steps': 2}, not" in job.error.message
+        assert list(site.client.fine_tuning.jobs.checkpoints.list(job.id)) == []
+    site.trainer.advance(training)
+    assert site.retrieve(first.id).fine_tuned_model == "first@5"
+    assert site.retrieve(refused[0].id).status == "failed"
 
 
 def test_a_rate_of_nothing_is_a_rate(site: Site) -> None:
@@ -230,6 +249,19 @@ def test_events_are_paged_newest_first_and_keep_their_ids(site: Site) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         jobs.list_events(job.id, after="ftevent-none")
     assert refused.value.param == "after"
+
+
+def test_what_every_attempt_warns_of_is_an_event_each_time(site: Site) -> None:
+    job = site.submitted()
+    journal = JobJournal(site.home, job.metadata["job"])
+    for step in (1, 2):  # each `advance` is an attempt
+        site.trainer.advance(journal.job_id, step)
+        for kind in ("warning", "corrupt"):
+            journal.event(kind, message="of all attempts the same")
+    journal.close()
+    pages = site.client.fine_tuning.jobs.list_events(job.id, limit=1)
+    told = [event.id for event in islice(pages, 100) if "the same" in event.message]
+    assert len(told) == len(set(told)) == 4
 
 
 def test_pause_and_resume(site: Site) -> None:

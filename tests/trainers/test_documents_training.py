@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cray_agents.errors import BadInput, Corrupt, StoreError
+from cray_agents.errors import BadInput, Corrupt, SetupError, StoreError
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.runtime.datasets.build import build_dataset
@@ -21,6 +21,7 @@ from cray_agents.runtime.store import Store
 from cray_agents.trainers.data.packer import BaselineLogprobs, microbatches, pack
 from cray_agents.trainers.data.samples import Samples, read_samples
 from cray_agents.trainers.data.stored_tokens import StoredTokens
+from cray_agents.trainers.host_copies import host_copy
 from cray_agents.trainers.job.job_inputs import check_samples
 from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.training_jobs import Hyperparameters
@@ -109,7 +110,7 @@ def test_a_damaged_copy_is_made_anew_and_a_damaged_set_is_refused(
     content[4 * int(samples.lengths[0]) + 1] ^= 1  # in the second sample
     copy.write_bytes(content)
     assert samples.tokens[0].tolist() == stored_rows(folder)[0]
-    with pytest.raises(Corrupt, match=r"tokens is damaged.*start the job again"):
+    with pytest.raises(SetupError, match=r"tokens is damaged.*next start makes it anew"):
         samples.tokens[1]
     assert [ids.tolist() for ids in read_samples(folder).tokens] == stored_rows(folder)
     for name in ("samples", "index.json"):
@@ -124,6 +125,21 @@ def test_a_damaged_copy_is_made_anew_and_a_damaged_set_is_refused(
     with pytest.raises(Corrupt, match=r"train-00000\.parquet is damaged"):
         read_samples(folder)
     assert not copies(cache)
+
+
+def test_drafts_of_killed_makers_are_deleted(cache: Path) -> None:
+    def die(draft: Path) -> None:
+        (draft / "tokens").write_bytes(b"half")
+        os._exit(9)
+
+    for _ in range(2):
+        if (pid := os.fork()) == 0:
+            host_copy("tokens", "ds-1", die)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+        (left,) = cache.glob("*/tokens/.ds-1.*")
+    (left.parent / "gone").symlink_to("nowhere")  # as what another process deletes just now
+    folder = host_copy("tokens", "ds-1", lambda draft: None)
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["ds-1", "gone"]
 
 
 def test_what_does_not_fit_is_refused(
@@ -165,6 +181,26 @@ def test_losses_are_those_of_a_plain_loop_of_transformers(
     plain = plain_losses(parent, rows, spec.hyperparameters, units=samples.units)
     ours = lab.run(spec).losses
     assert ours == pytest.approx(plain, rel=2e-4) and ours[-1] < ours[0]
+
+
+@pytest.mark.megatron
+def test_a_copy_damaged_under_a_job_costs_an_attempt_and_nothing_else(
+    lab: Any, tokenizer: Path, models: Any, tmp_path: Path, cache: Path
+) -> None:
+    folder = documents(lab.home, tokenizer)
+    parent = tmp_path / "model"
+    shutil.copytree(models("qwen3"), parent)
+    shutil.copy(tokenizer / "tokenizer.json", parent)
+    spec = lab.spec(parent, dataset=folder.name, hyper={"steps": 60, "batch_size": 4})
+    job = lab.start(spec)
+    job.wait_for_step(1)
+    (copy,) = copies(cache)
+    with copy.open("r+b") as file:  # the same file, which the rank has open
+        file.write(b"\xff" * copy.stat().st_size)
+    assert job.wait() == 1 and "tokens is damaged" in job.log
+    assert job.journal.status() is None, "not failed: its trainer starts it again"
+    again = lab.run(spec)
+    assert len(again.losses) == 60 and again.journal.attempts == 2
 
 
 @pytest.mark.megatron

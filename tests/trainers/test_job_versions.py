@@ -93,7 +93,7 @@ def test_a_killed_job_publishes_each_version_once(lab: Any) -> None:
     assert not list(lab.home.root.glob("checkpoints/.*.2"))  # what the kill left half-written has 1
 
 
-def test_a_full_disk_costs_a_version_and_nothing_else(lab: Any) -> None:
+def test_what_cannot_be_written_costs_a_version_and_nothing_else(lab: Any) -> None:
     lab.dataset()
     every = PublishEvery(name="m", steps=60)
     hyper = {"steps": 400}
@@ -108,13 +108,24 @@ def test_a_full_disk_costs_a_version_and_nothing_else(lab: Any) -> None:
         found = read_status(lab.home, spec.id).warnings
         return [text for text in found if "the version of step" in text]
 
+    taken = lab.home.checkpoint(f".{spec.id}-120.1")
+    taken.parent.mkdir()
+    taken.touch()  # where the draft of the second version has to be
+
     (told, *_) = until(warnings, lambda: job.log)
     resource.prlimit(rank, resource.RLIMIT_FSIZE, unlimited)
     assert job.wait() == 0, job.log
     assert "the version of step 60 could not be written: " in told
-    assert "File too large" in told and "the job goes on without this version" in told
+    assert "File too large" in told and "; make room in " in told
+    _, other = warnings()
+    assert "the version of step 120 could not be written: " in other
+    assert "File exists" in other and "make room" not in other
+    for each in (told, other):
+        assert each.endswith("; the job goes on without this version")
+        assert "the one before it stays" not in each
     steps = steps_of(lab, job)
-    assert 60 not in steps and steps[-1] == 360
+    assert steps == [180, 240, 300, 360]
+    taken.unlink()
     assert not list(lab.home.root.glob("checkpoints/.*"))
 
 

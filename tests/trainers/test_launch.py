@@ -20,6 +20,7 @@ from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.site_environment import missing_programs
 from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
+from cray_agents.trainers.job.job_inputs import read_inputs
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import (
     MEETING_SECONDS,
@@ -154,6 +155,16 @@ def test_ranks_wait_longer_for_what_takes_longer_to_load(tmp_path: Path) -> None
         file.truncate(840 * 10**9)  # a hole: 70 billion parameters with their moments
     assert loading_seconds(None) == MEETING_SECONDS
     assert loading_seconds(tmp_path, tmp_path / "none") == MEETING_SECONDS + 4200
+
+
+def test_ranks_wait_for_a_host_that_hashes_and_copies_the_dataset(lab: Any) -> None:
+    lab.dataset()
+    spec = lab.spec("qwen3")
+    work = read_inputs(JobJournal(lab.home, spec.id), spec, 1)
+    before = loading_seconds(*work.folders)
+    with (lab.home.dataset("ds") / "train-00009.parquet").open("wb") as file:
+        file.truncate(60 * 10**9)  # a hole
+    assert loading_seconds(*work.folders) == pytest.approx(before + 600)
 
 
 RANK_OF_A_TASK = """

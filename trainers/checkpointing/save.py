@@ -168,12 +168,11 @@ class BackgroundFiles:
 def _failed(files: FileSet, error: OSError | CrayError) -> BackgroundEnd:
     if isinstance(error, CrayError):
         return BackgroundEnd(problem=str(error), kind=JobError.__name__)
-    kind = DiskFull if error.errno in FULL else StoreError
-    problem = (
-        f"{files.what} could not be written: {error}; the one before it stays. Make room in"
-        f" {files.draft.parent}"
-    )
-    return BackgroundEnd(problem=problem, kind=kind.__name__)
+    problem = f"{files.what} could not be written: {error}"
+    if error.errno not in FULL:
+        return BackgroundEnd(problem=problem, kind=StoreError.__name__)
+    problem += f"; make room in {files.draft.parent}"
+    return BackgroundEnd(problem=problem, kind=DiskFull.__name__)
 
 
 def _report_nothing(step: int, seconds: float) -> None: ...
@@ -285,9 +284,10 @@ class Saver:
         if end is None:
             return
         if end.problem:
-            self._problem, self._step = _ERRORS[end.kind](end.problem), -1
+            problem = f"{end.problem}; the one before it stays"
+            self._problem, self._step = _ERRORS[end.kind](problem), -1
             if self._rank == 0:
-                print(end.problem, flush=True)
+                print(problem, flush=True)
         elif end.published and self._rank == 0:
             self._training.saved = self._folder / folder_name(step)
             self._report(step, end.seconds)

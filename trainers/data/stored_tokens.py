@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from cray_agents.errors import Corrupt
+from cray_agents.errors import Corrupt, SetupError
 from cray_agents.records import digest
 from cray_agents.runtime.datasets.reader import SplitName, shards_in
 from cray_agents.runtime.disk import checksums, durable
@@ -39,7 +39,8 @@ INDEX_FORMAT = 1
 class StoredTokens(Sequence[Row]):
     """The token ids of samples, [length] each, read when they are asked for.
 
-    `lengths`: [samples]. `lowest` and `highest` bound all ids. Raises Corrupt for a damaged file.
+    `lengths`: [samples]. `lowest` and `highest` bound all ids. Raises SetupError for damaged files,
+    which it deletes: the job is then started again, and copies them anew.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -69,11 +70,11 @@ class StoredTokens(Sequence[Row]):
             raise self._damaged(TOKENS)
         return np.frombuffer(content, "<i4")
 
-    def _damaged(self, name: str) -> Corrupt:
-        shutil.rmtree(self.folder, ignore_errors=True)  # so that the next start makes it anew
-        return Corrupt(
-            f"{self.folder / name} is damaged: it is not what its checksum says. It is a copy on"
-            " this host: start the job again, which copies it anew"
+    def _damaged(self, name: str) -> SetupError:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return SetupError(
+            f"{self.folder / name} is damaged: it is not what its checksum says. It was a copy on"
+            " this host's own disk, and is deleted: the job's next start makes it anew"
         )
 
 
@@ -141,7 +142,7 @@ def store_tokens(dataset: Path, manifest: dict[str, Any], split: SplitName) -> S
     folder = host_copy("tokens", name, make)
     try:
         return StoredTokens(folder)
-    except OSError:  # damaged, or deleted just now
+    except (OSError, SetupError):  # damaged, or deleted just now
         shutil.rmtree(folder, ignore_errors=True)
         return StoredTokens(host_copy("tokens", name, make))
 

@@ -185,10 +185,7 @@ def _train(
     """Import Megatron, choose the starting point, run this node's ranks."""
     on_cpu = load_for_ranks(placement, work.spec.layout)
     if placement.nodes > 1:
-        source = work.spec.optimizer_from
-        before = None if source is None else work.journal.home.job(source) / "megatron"
-        loaded = (work.parent, work.reference, work.teacher, work.megatron, before)
-        placement = replace(placement, patience=loading_seconds(*loaded))
+        placement = replace(placement, patience=loading_seconds(*work.folders))
     if placement.node == 0:
         work = choose_start(work, on_cpu, ledger)
         work.journal.close()

@@ -82,6 +82,17 @@ class JobInputs:
         resume, optimizer, state = (None if point is None else str(point) for point in points)
         return resume, optimizer, state
 
+    @property
+    def folders(self) -> tuple[Path | None, ...]:
+        """The folders that hosts read, each at its own pace, before their ranks can meet.
+
+        The dataset's stands twice: it is hashed, and then read or copied.
+        """
+        home, before = self.journal.home, self.spec.optimizer_from
+        points = (self.megatron, None if before is None else home.job(before) / "megatron")
+        dataset = home.dataset(self.spec.dataset) if self.spec.dataset else None
+        return (self.parent, self.reference, self.teacher, *points, dataset, dataset)
+
     def at(
         self,
         attempt: int,

@@ -309,7 +309,9 @@ def _checkpoints(services: Services, state: JobState) -> list[dict[str, Any]]:
     ended, versions = state.ended, list[JobVersion]()
     if state.validated is not None:
         folder = services.home.job(state.validated.spec.id)
-        versions = versions_in(journal.read(folder / "events.jsonl"))
+        found = versions_in(journal.read(folder / "events.jsonl"))
+        own = f"{state.request.name}@"  # of a refused job it is another job's training
+        versions = [one for one in found if one.version.startswith(own)]
     if ended is not None and ended.model is not None:
         about = {"step": ended.step, "loss": ended.loss, "validation_loss": ended.valid_loss}
         versions.append(JobVersion(version=ended.model, checkpoint="", time=ended.time, **about))

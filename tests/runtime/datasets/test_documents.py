@@ -15,7 +15,7 @@ import pytest
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.runtime.datasets.documents import Cutter
-from cray_agents.runtime.datasets.reader import CARD, read_manifest
+from cray_agents.runtime.datasets.reader import CARD, read_manifest, runs_page
 from tests.support.command_line import cli, refused
 from tests.support.datasets.dataset_runs import details, made, reasons, rows
 from tests.support.scripted_gateway import served
@@ -129,6 +129,40 @@ def test_repeats_and_what_is_held_out_stay_out(home: Home, tokenizer: Path, tmp_
         assert f"b.jsonl:{n}" not in (here if low else there)
 
 
+def test_a_set_of_which_nothing_is_left_says_why(
+    home: Home, tokenizer: Path, tmp_path: Path
+) -> None:
+    held = tmp_path / "held.txt"
+    held.write_text(f"{TEXTS[0]}\n{TEXTS[1]}\n")
+    with pytest.raises(BadInput) as refused:
+        made(
+            home,
+            documents=[str(write_json(tmp_path / "a.jsonl", TEXTS[:2]))],
+            tokenizer=str(tokenizer),
+            max_tokens=CONTEXT,
+            decontamination={"files": [str(held)]},
+        )
+    told = "no document can be trained on: 2 considered (contaminated 2)"
+    assert (str(refused.value), refused.value.code) == (told, "empty_dataset")
+
+
+def test_files_of_one_name_have_documents_of_different_names(
+    home: Home, tokenizer: Path, tmp_path: Path
+) -> None:
+    files = [tmp_path / folder / "d.txt" for folder in "xyz"]
+    for n, file in enumerate(files):
+        file.parent.mkdir()
+        file.write_text("\n".join(TEXTS[2 * n : 2 * n + 2]))
+    recipe = {"tokenizer": str(tokenizer), "max_tokens": CONTEXT}
+    manifest, samples = made(home, documents=[str(file) for file in files], **recipe)
+    names: list[str] = []
+    while (page := runs_page(home, manifest["id"], after=(names or [None])[-1], limit=1)).rows:
+        names += [row["run"] for row in page.rows]
+        assert len(names) <= 6, "its pages have no end"
+    assert names == [f"d.txt{of}:{n}" for of in ("", " (2)", " (3)") for n in (1, 2)]
+    assert {row["run_id"] for row in samples} == set(names)
+
+
 def two_columns(path: Path) -> None:
     pq.write_table(pa.table({"content": ["a"], "n": [1]}), path)
 
@@ -204,13 +238,33 @@ def test_a_recipe_of_documents_has_what_they_need(
     assert error.value.param == param, error.value
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("", "^'' is neither"), ("x" * 300, "^cannot read 'x+': File name too long$")],
+)
+def test_a_name_of_no_file_is_refused(
+    home: Home,
+    tokenizer: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    said: str,
+) -> None:
+    (tmp_path / "here").mkdir()
+    write_json(tmp_path / "here" / "a.jsonl")
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(BadInput, match=said):
+        made(home, documents=[name], tokenizer=str(tokenizer), max_tokens=CONTEXT)
+
+
 def test_imported_and_built_by_commands(home: Home, tokenizer: Path, tmp_path: Path) -> None:
     path = write_json(tmp_path / "a.jsonl")
     words = ("import", path, "--format", "documents", "--home", home.root, "--json")
     kept = json.loads(cli(*words, cwd=tmp_path).stdout)
     assert kept["documents"] == len(TEXTS)
     assert json.loads(cli(*words, cwd=tmp_path).stdout) == kept, "twice is once"
-    refused(cli(*words, "--loop", "l", cwd=tmp_path), "--loop has no effect")
+    for option, value in (("--loop", "l"), ("--reward", "0")):
+        refused(cli(*words, option, value, cwd=tmp_path), f"{option} has no effect")
     path.unlink()
     build = ("dataset", "build", "--documents", kept["id"], "--tokenizer", tokenizer)
     ended = cli(*build, "--set", f"max_tokens={CONTEXT}", "--home", home.root, cwd=tmp_path)
