@@ -340,7 +340,10 @@ class Rates:
     def add(self, scanner: str, facts: "RunFacts", tags: Iterable[str]) -> None:
         """Count a run to which a scanner gave one of these tags, or none."""
         if (outcome := _outcome(tags, scanner)) is not None:
-            day = datetime.fromtimestamp(facts.started, UTC).date().isoformat()
+            try:
+                day = datetime.fromtimestamp(facts.started, UTC).date().isoformat()
+            except (ValueError, OverflowError, OSError):  # a client's own, as one in milliseconds
+                day = "unknown"
             self._counts[scanner, facts.version, day][outcome] += 1
 
     def rows(self) -> list[dict[str, Any]]:

@@ -146,12 +146,14 @@ def test_the_watch_looks_at_live_runs_and_tells_rates(tmp_path: Path) -> None:
         live("b", "hi", "hello"),
         live("trained", ATTACK, "no", loop="l"),
         live("old", ATTACK, "no", started=time.time() - 9e5),
+        live("milliseconds", "hi", "hello", started=1.7e12),
     )
     home = asyncio.run(stored(tmp_path / "home", events))
     watch = {"scanners": ["jailbreak", "secrets"], "alarms": {"jailbreak": 0.02}}
     report = watched(home, watch=watch)
-    assert (report["runs"], report["jailbreak"]["found"]) == (2, 1)
-    row = next(row for row in report["rates"] if row["scanner"] == "jailbreak")
+    assert (report["runs"], report["jailbreak"]["found"]) == (3, 1)
+    row, odd = (row for row in report["rates"] if row["scanner"] == "jailbreak")
+    assert (odd["day"], odd["scanned"], odd["found"]) == ("unknown", 1, 0)
     assert (row["scanned"], row["found"], row["not_judged"], row["rate"]) == (2, 1, 0, 0.5)
     assert row["version"] == "calc@3" and row["day"] == time.strftime("%Y-%m-%d", time.gmtime())
     assert [alarm["scanner"] for alarm in report["alarms"]] == ["jailbreak"]
