@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import StrictInt, StrictStr, TypeAdapter, ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
@@ -70,7 +69,6 @@ from cray_agents.runtime.store.conversations import Continuation, chain, chain_b
 KEY_LENGTH = 255  # characters of an Idempotency-Key
 MAX_TAGS, TAG_LENGTH = 32, 100  # tags of a run, characters of one
 OBJECT_FIELDS = ("stream_options", "structured_outputs")  # other types in the latter: 500 from vLLM
-EMBEDDED: TypeAdapter[Any] = TypeAdapter(StrictStr | list[StrictStr | StrictInt | list[StrictInt]])
 VERSION_INTERVAL = 1.0  # seconds between checks for the version that a request waits for
 
 
@@ -496,12 +494,15 @@ def take_ticket(services: Services, request: Request, model: str) -> Ticket:
 def check_embedded(body: Body) -> None:
     """Raise BadInput for an `input` that is no text, no tokens, and no list of these."""
     given = body.get("input")
-    try:
-        EMBEDDED.validate_python(given)
-    except ValidationError:
-        why = "input must be a text, token ids, or a list of these"
-        raise BadInput(why, param="input") from None
+    if not isinstance(given, str) and not (isinstance(given, list) and all(map(_is_text, given))):
+        raise BadInput("input must be a text, token ids, or a list of these", param="input")
     check_texts("input", given)
+
+
+def _is_text(given: Any) -> bool:
+    """Tell whether it is a text, a token id or a list of token ids, up to the first that is not."""
+    ids = given if isinstance(given, list) else [given]
+    return isinstance(given, str) or all(type(each) is int for each in ids)  # and no bool
 
 
 async def pass_through(
