@@ -154,7 +154,9 @@ class StreamRecorder:
                 if not self._seen:
                     self.first_at = time.perf_counter()
                 self._seen.append(piece)
-                if tail or self._hold:
+                if self._hold:
+                    continue
+                if tail:
                     tail += piece
                 elif (at := self._find_end(piece)) < 0:
                     self._put(piece)
@@ -164,7 +166,7 @@ class StreamRecorder:
                         self._put(piece[:at])
         finally:
             await self._pieces.aclose()
-        return tail
+        return b"".join(self._seen) if self._hold else tail
 
     def _find_end(self, piece: bytes) -> int:
         """Return where the events begin that tell the end of the last sequence; -1: not here."""
