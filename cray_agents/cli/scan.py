@@ -23,6 +23,7 @@ from cray_agents.cli.where import WhereOption, parse_where
 from cray_agents.engines.openai_engine import OpenAIEngine
 from cray_agents.errors import BadInput
 from cray_agents.processes import alive
+from cray_agents.promotion.e_process import Stream
 from cray_agents.queries import RunQuery
 from cray_agents.records import CLEAR, OUTCOMES, SCAN, UNJUDGED, scanned_tags
 from cray_agents.server.platform_process import client, key, running
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from cray_agents.runtime.store.index import RunFacts
 
 SHOWN_FAILURES = 3
+FALSE_ALARM = 0.025  # greatest probability of one, for a scanner, version and day
 POST_TIMEOUT = 10.0  # seconds that a webhook may take
 
 commands = Commands()
@@ -362,8 +364,9 @@ class Rates:
 class Alarms:
     """Alarms of scanners whose rate is above its limit, each once for a version and day.
 
-    The rate must be above with a confidence of 97.5 %, so that one run of two is no alarm. One that
-    the webhook did not take is sent again at the next look.
+    If each run has a finding with a probability of at most the limit, there is an alarm that day
+    with one of at most FALSE_ALARM, however often one looks (promotion/e_process.py). One that the
+    webhook did not take is sent again at the next look.
     """
 
     def __init__(self, watch: "WatchSettings") -> None:
@@ -376,8 +379,9 @@ class Alarms:
         for row in rates:
             key = (row["scanner"], row["version"], row["day"])
             limit = self._limits.get(row["scanner"])
-            low = row["interval"][0] if row["interval"] else 0.0
-            if limit is None or low <= limit or key in self._sent:
+            if limit is None or key in self._sent:
+                continue
+            if not _above(limit, row["found"], row["scanned"]):
                 continue
             text = "{scanner} found something in {found} of {scanned} runs of {version} on {day}"
             alarm = {**row, "limit": limit, "text": f"{text.format(**row)}: above {limit:.1%}"}
@@ -386,6 +390,14 @@ class Alarms:
                 self._sent.add(key)
             alarms.append(alarm | {"error": error})
         return alarms
+
+
+def _above(limit: float, found: int, scanned: int) -> bool:
+    """Tell whether so many findings refute that at most this share of runs has one."""
+    evidence = Stream(limit)
+    evidence.add(0.0, scanned - found)
+    evidence.add(1.0, found)  # last: its wealth counts at the end alone
+    return found > 0 if limit == 0 else evidence.evidence >= 1 / FALSE_ALARM
 
 
 def _post(url: str, alarm: Mapping[str, Any]) -> str | None:

@@ -111,7 +111,7 @@ class WatchSettings(BaseModel):
     hours: float = Field(48, gt=0, description="age of a run up to which it is looked at")
     alarms: dict[str, Annotated[float, Field(ge=0, lt=1)]] = Field(
         default_factory=dict,
-        description="share of a version's runs of a day from which a scanner's findings are an "
+        description="share of a version's runs of a day above which a scanner's findings are an "
         "alarm, as {jailbreak = 0.05}",
     )
     webhook: Endpoint | None = Field(None, description="URL that alarms are posted to, as JSON")

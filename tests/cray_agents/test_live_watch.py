@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import json
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -149,7 +150,7 @@ def test_the_watch_looks_at_live_runs_and_tells_rates(tmp_path: Path) -> None:
         live("milliseconds", "hi", "hello", started=1.7e12),
     )
     home = asyncio.run(stored(tmp_path / "home", events))
-    watch = {"scanners": ["jailbreak", "secrets"], "alarms": {"jailbreak": 0.02}}
+    watch = {"scanners": ["jailbreak", "secrets"], "alarms": {"jailbreak": 0, "secrets": 0}}
     report = watched(home, watch=watch)
     assert (report["runs"], report["jailbreak"]["found"]) == (3, 1)
     row, odd = (row for row in report["rates"] if row["scanner"] == "jailbreak")
@@ -307,7 +308,7 @@ def rates(found: int, scanned: int) -> list[dict[str, Any]]:
 def test_an_alarm_is_sent_once_and_again_if_it_was_not_taken() -> None:
     with webhook([500, 204]) as (url, got):
         alarms = Alarms(WatchSettings(alarms={"x": 0.1}, webhook=url))
-        assert alarms.send(rates(1, 2)) == []  # one of two may be chance
+        assert alarms.send(rates(2, 2)) == []  # two of two may be chance
         assert alarms.send(rates(4, 40)) == [] and got == []
         (failed,) = alarms.send(rates(20, 40))
         assert "500" in failed["error"]
@@ -319,6 +320,20 @@ def test_an_alarm_is_sent_once_and_again_if_it_was_not_taken() -> None:
     )
     (gone,) = Alarms(WatchSettings(alarms={"x": 0.1}, webhook=url)).send(rates(20, 40))
     assert "the webhook" in gone["error"]  # nobody is there
+
+
+@pytest.mark.parametrize("limit", [0.01, 0.05])
+def test_a_rate_at_its_limit_gives_hardly_an_alarm_however_often_one_looks(limit: float) -> None:
+    def alarmed(seed: int, rate: float) -> bool:
+        drawn, alarms, found = random.Random(seed), Alarms(WatchSettings(alarms={"x": limit})), 0
+        for scanned in range(1, 201):
+            found += (fresh := drawn.random() < rate)
+            if fresh and alarms.send(rates(found, scanned)):
+                return True
+        return False
+
+    assert sum(alarmed(seed, limit) for seed in range(100)) <= 2
+    assert all(alarmed(seed, 5 * limit + 0.1) for seed in range(20))
 
 
 @pytest.mark.slow
