@@ -193,7 +193,7 @@ def find_scanner(target: str, watch: "WatchSettings | None" = None) -> "RewardFu
 class RunScan:
     """A scan of the runs that match a filter. `report` does it once, and can be called again.
 
-    `hours`: only live runs that began in the last so many hours; None: all runs.
+    `hours`: only live runs that began since the day, in UTC, of so many hours ago; None: all runs.
     """
 
     def __init__(
@@ -273,7 +273,8 @@ class RunScan:
     def _chosen(self, store: "Store") -> "Iterator[RunFacts]":
         query, live = self._query, self._hours is not None
         if self._hours is not None:
-            since = max(query.since or 0.0, time.time() - 3600 * self._hours)
+            start = time.time() - 3600 * self._hours
+            since = max(query.since or 0.0, start - start % 86_400)  # rates are of whole days, UTC
             query = query.model_copy(update={"since": since})
         for facts in store.facts(query):
             if live and (facts.loop is not None or facts.imported is not None):

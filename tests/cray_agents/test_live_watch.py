@@ -168,6 +168,18 @@ def test_the_watch_looks_at_live_runs_and_tells_rates(tmp_path: Path) -> None:
     refused(done, "watch.alarms: jailbrake is not among its scanners")
 
 
+def test_the_rate_of_the_oldest_day_is_that_of_the_whole_day(tmp_path: Path) -> None:
+    midnight = time.time() // 86_400 * 86_400
+    events = several(
+        live("early", "hi", "yes", started=midnight + 0.001),
+        live("before", "hi", "yes", started=midnight - 100),
+    )
+    home = asyncio.run(stored(tmp_path / "home", events))
+    watch = {"scanners": ["jailbreak"], "hours": 1e-6}
+    (row,) = watched(home, watch=watch)["rates"]
+    assert row["scanned"] == 1
+
+
 async def test_a_run_that_goes_on_is_looked_at_again(tmp_path: Path) -> None:
     store = Store(Home(tmp_path / "home"))
 
