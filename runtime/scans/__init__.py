@@ -40,7 +40,8 @@ def message_texts(message: Any) -> Iterator[str]:
             text = item.get("text") if isinstance(item, dict) else item
             if isinstance(text, str) and text:
                 yield text
-    for call in message.get("tool_calls") or ():
-        arguments = (call.get("function") or {}).get("arguments")
-        if arguments:
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():  # a client may send anything
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and (arguments := function.get("arguments")):
             yield arguments if isinstance(arguments, str) else json.dumps(arguments)

@@ -38,6 +38,14 @@ async def test_a_blocked_request_never_reaches_the_model(tmp_path: Path) -> None
         assert judges.status == 200
 
 
+@pytest.mark.parametrize("calls", [5, ["x"], [{"function": "f"}], {"a": 1}])
+async def test_malformed_calls_of_a_message_are_not_looked_into(tmp_path: Path, calls: Any) -> None:
+    async with guarded(tmp_path, "jailbreak") as gateway:
+        asked = {"role": "user", "content": "hi", "tool_calls": calls}
+        assert (await gateway.ask([asked])).status < 500
+        assert (await gateway.ask([{**asked, "content": ATTACK}])).code == "content_filter"
+
+
 async def test_a_blocked_answer_is_recorded_and_withheld(tmp_path: Path) -> None:
     async with guarded(tmp_path, "secrets") as gateway:
         withheld = await gateway.ask("the key")
