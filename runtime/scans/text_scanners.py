@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.records import Message
-from cray_agents.runtime.scans import message_texts
+from cray_agents.runtime.scans import message_texts, side_of
 from cray_agents.runtime.store.redaction.sensitive import KINDS, Sensitive
 
 TextScan = Callable[[str], Counter[str]]  # a text -> how often it has what, by kind
@@ -37,7 +37,7 @@ ROLES = {"jailbreak": ("user", "tool")}  # of all others: the assistant, or with
 
 
 class TextScanner(NamedTuple):
-    """A scanner of texts: what it looks for, and in the messages of which roles."""
+    """A scanner of texts: what it looks for, and in whose messages (`side_of`)."""
 
     name: str
     find: TextScan
@@ -64,7 +64,7 @@ class Blocks:
         for each in self._scanners:
             if (each.roles == ASSISTANT) != answer:
                 continue
-            looked_at = (m for m in messages if m.get("role") in each.roles)
+            looked_at = (m for m in messages if side_of(m) in each.roles)
             if each.found_in(text for message in looked_at for text in message_texts(message)):
                 what = "this answer is withheld" if answer else "this request is not answered"
                 raise BadInput(

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from cray_agents.engines.scripted import ScriptedEngine
+from cray_agents.errors import BadInput
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.scans.text_scanners import Blocks
 from tests.support.scripted_gateway import Gateway, served
@@ -36,6 +37,15 @@ async def test_a_blocked_request_never_reaches_the_model(tmp_path: Path) -> None
         ).text == f"the key is {KEY}"  # answers are not asked for
         judges = await gateway.ask(ATTACK, headers={"X-Block": "off"})
         assert judges.status == 200
+
+
+@pytest.mark.parametrize("role", ["tool", "function", "User", "critic", None, ["user"]])
+def test_whoever_is_not_the_operator_or_the_model_is_looked_at(role: Any) -> None:
+    message = {"role": role, "content": ATTACK}
+    with pytest.raises(BadInput, match="jailbreak"):
+        Blocks(["jailbreak"]).check([message], answer=False)
+    for own in ("system", "developer", "assistant"):
+        Blocks(["jailbreak"]).check([{**message, "role": own}], answer=False)
 
 
 @pytest.mark.parametrize("calls", [5, ["x"], [{"function": "f"}], {"a": 1}])
