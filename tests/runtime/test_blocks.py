@@ -7,8 +7,9 @@ import pytest
 
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import BadInput
+from cray_agents.runtime.disk.turns import TURN
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
-from cray_agents.runtime.scans.text_scanners import Blocks
+from cray_agents.runtime.scans.text_scanners import PIECE, Blocks
 from tests.support.scripted_gateway import Gateway, served
 
 KEY = "sk-" + "a1" * 12
@@ -66,6 +67,22 @@ async def test_a_blocked_answer_is_recorded_and_withheld(tmp_path: Path) -> None
         several = await gateway.ask("the key", n=2)
         assert several.code == "content_filter"
         assert (await gateway.ask(ATTACK)).text == "hello"
+
+
+def test_a_long_text_is_read_in_pieces_between_which_others_have_their_turn() -> None:
+    turns: list[None] = []
+    token = TURN.set(lambda: turns.append(None) is not None)
+    try:
+        for before in range(PIECE - 100, PIECE + 20, 7):  # the phrase lies across a cut
+            words = ["x" * before, *ATTACK.split()]
+            long = {"role": "user", "content": (" \n" * 999).join(words)}
+            with pytest.raises(BadInput, match="jailbreak"):
+                Blocks(["jailbreak"]).check([long], answer=False)
+        turns.clear()
+        Blocks(["jailbreak"]).check([{"role": "user", "content": "x " * 5 * PIECE}], answer=False)
+        assert len(turns) >= 10
+    finally:
+        TURN.reset(token)
 
 
 async def test_a_stream_waits_for_its_end(tmp_path: Path) -> None:

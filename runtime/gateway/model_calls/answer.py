@@ -64,6 +64,7 @@ from cray_agents.runtime.gateway.ownership import owner_of
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.pool.request_router import Wanted
 from cray_agents.runtime.pool.vllm_http import well_formed
+from cray_agents.runtime.scans.text_scanners import Blocks
 from cray_agents.runtime.store.conversations import Continuation, chain, chain_before_error
 
 KEY_LENGTH = 255  # characters of an Idempotency-Key
@@ -99,7 +100,8 @@ async def answer_call(services: Services, request: Request, api: SamplingApi) ->
             keys, prefix = services.idempotency_keys, api.id_prefix
             entry = await keys.enter(prefix, call.exchange.id, call.fingerprint)
             if isinstance(entry, ReplayedAnswer):
-                await _check_blocks(call, call.messages_of(entry.body), answer=True)
+                said = partial(call.messages_of, entry.body)
+                await _check_blocks(services, caller_of(request).key_id, call.blocks, said)
                 headers = {"x-run-id": entry.run_id, "x-idempotent-replayed": "true"}
                 kind = "text/event-stream" if call.exchange.streams else "application/json"
                 return Response(entry.body, headers=headers, media_type=kind)
@@ -288,13 +290,21 @@ async def _write(
     )
     end = partial(end_span, services, call, events[0], first=first)
     await asyncio.to_thread(end) if large else end()
-    await _check_blocks(call, [event.body["message"] for event in events], answer=True)
+    said = [event.body["message"] for event in events]
+    await _check_blocks(services, ticket.key, call.blocks, lambda: said)
 
 
-async def _check_blocks(call: Call, messages: list[Message], *, answer: bool) -> None:
-    """Raise BadInput for messages that the operator's scanners block."""
-    if call.blocks is not None:
-        await asyncio.to_thread(call.blocks.check, messages, answer=answer)
+async def _check_blocks(
+    services: Services,
+    key: str,
+    blocks: Blocks | None,
+    messages: Callable[[], list[Message]],
+    *,
+    answer: bool = True,
+) -> None:
+    """Raise BadInput for messages that the operator's scanners block: a work of this key."""
+    if blocks is not None:
+        await services.work.run(key, lambda: blocks.check(messages(), answer=answer))
 
 
 def check_fields(api: SamplingApi, body: Body) -> list[Message]:
@@ -363,8 +373,8 @@ async def _parse_call(
     caller = caller_of(request)
     unblocked = caller.role is Role.admin and request.headers.get("x-block") == "off"
     blocks = None if unblocked else services.blocks
-    if blocks is not None:
-        await asyncio.to_thread(blocks.check, call_request.messages, answer=False)
+    asked = call_request.messages
+    await _check_blocks(services, caller.key_id, blocks, lambda: asked, answer=False)
     known, conversation_hash = await _find_run(services, request, call_request)
     run_id = known.run_id if isinstance(known, Continuation) else known
     if call_request.run is not None:
