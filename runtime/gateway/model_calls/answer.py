@@ -64,7 +64,6 @@ from cray_agents.runtime.gateway.ownership import owner_of
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.pool.request_router import Wanted
 from cray_agents.runtime.pool.vllm_http import well_formed
-from cray_agents.runtime.scans.text_scanners import Blocks
 from cray_agents.runtime.store.conversations import Continuation, chain, chain_before_error
 
 KEY_LENGTH = 255  # characters of an Idempotency-Key
@@ -100,8 +99,9 @@ async def answer_call(services: Services, request: Request, api: SamplingApi) ->
             keys, prefix = services.idempotency_keys, api.id_prefix
             entry = await keys.enter(prefix, call.exchange.id, call.fingerprint)
             if isinstance(entry, ReplayedAnswer):
-                said = partial(call.messages_of, entry.body)
-                await _check_blocks(services, caller_of(request).key_id, call.blocks, said)
+                if call.blocks is not None:
+                    said = await aside(request, partial(call.messages_of, entry.body))
+                    await aside(request, partial(call.blocks.check, said, answer=True))
                 headers = {"x-run-id": entry.run_id, "x-idempotent-replayed": "true"}
                 kind = "text/event-stream" if call.exchange.streams else "application/json"
                 return Response(entry.body, headers=headers, media_type=kind)
@@ -288,23 +288,12 @@ async def _write(
     services.metrics.model_calls.count(
         version, call.owner, ticket.batch, finish, tokens, ticket.waited, malformed
     )
+    if call.blocks is not None:
+        said = [event.body["message"] for event in events]
+        with failed_span(services, call, events[0]):
+            await services.work.run(ticket.key, partial(call.blocks.check, said, answer=True))
     end = partial(end_span, services, call, events[0], first=first)
     await asyncio.to_thread(end) if large else end()
-    said = [event.body["message"] for event in events]
-    await _check_blocks(services, ticket.key, call.blocks, lambda: said)
-
-
-async def _check_blocks(
-    services: Services,
-    key: str,
-    blocks: Blocks | None,
-    messages: Callable[[], list[Message]],
-    *,
-    answer: bool = True,
-) -> None:
-    """Raise BadInput for messages that the operator's scanners block: a work of this key."""
-    if blocks is not None:
-        await services.work.run(key, lambda: blocks.check(messages(), answer=answer))
 
 
 def check_fields(api: SamplingApi, body: Body) -> list[Message]:
@@ -373,8 +362,8 @@ async def _parse_call(
     caller = caller_of(request)
     unblocked = caller.role is Role.admin and request.headers.get("x-block") == "off"
     blocks = None if unblocked else services.blocks
-    asked = call_request.messages
-    await _check_blocks(services, caller.key_id, blocks, lambda: asked, answer=False)
+    if blocks is not None:
+        await aside(request, partial(blocks.check, call_request.messages, answer=False))
     known, conversation_hash = await _find_run(services, request, call_request)
     run_id = known.run_id if isinstance(known, Continuation) else known
     if call_request.run is not None:
