@@ -1,12 +1,16 @@
 """Blocks: requests refused and answers withheld by the operator's scanners, where he asked."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cray_agents.engines.openai_engine import OpenAIEngine
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import BadInput
+from cray_agents.records import Run, StopReason
+from cray_agents.rewards.llm_judge import judge
 from cray_agents.runtime.disk.turns import TURN
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.scans.text_scanners import PIECE, Blocks
@@ -121,6 +125,15 @@ async def test_only_an_admin_may_leave_the_blocks_out(tmp_path: Path) -> None:
             headers = {"Authorization": f"Bearer {key}", "X-Block": "off"}
             status[role] = (await gateway.ask(ATTACK, headers=headers)).status
         assert status == {Role.use: 400, Role.admin: 200}
+
+
+async def test_a_judge_reads_what_is_blocked(tmp_path: Path) -> None:
+    engine = ScriptedEngine(lambda request: json.dumps({"reason": "so", "score": 0.5}))
+    async with served(tmp_path, engine, blocks=Blocks(["jailbreak"])) as gateway:
+        good = judge("Good?", model="calc", engine=OpenAIEngine(gateway.url, api_key="none"))
+        run = Run(id="r", agent="a", model="m@1", input=ATTACK, stop_reason=StopReason.completed)
+        assert await good(run) == 0.5
+        assert ATTACK in str(engine.requests[-1]["messages"])
 
 
 async def test_findings_are_counted_for_prometheus(gateway: Gateway) -> None:
