@@ -22,7 +22,7 @@ from cray_agents.cli.user_files import find_function
 from cray_agents.cli.where import WhereOption, parse_where
 from cray_agents.engines.openai_engine import OpenAIEngine
 from cray_agents.errors import BadInput
-from cray_agents.processes import alive
+from cray_agents.processes import die_with_parent
 from cray_agents.promotion.e_process import Stream
 from cray_agents.queries import RunQuery
 from cray_agents.records import CLEAR, OUTCOMES, SCAN, UNJUDGED, scanned_tags
@@ -121,6 +121,8 @@ def scan(
     NAME@M` compares the habits of two versions; the exit code is 1 if one has drifted. These two
     record nothing.
     """
+    if parent is not None:
+        die_with_parent(parent)
     config = settings()
     watch, live = config.watch, not scanners
     name, *versions = targets = scanners or watch.scanners or [""]
@@ -159,7 +161,7 @@ def scan(
         names = ", ".join(sorted(unknown))
         raise BadInput(f"watch.alarms: {names} is not among its scanners", param="watch.alarms")
     alarms = Alarms(watch)
-    while parent is None or alive(parent):
+    while True:
         report = asyncio.run(scan_of_runs.report())
         report["alarms"] = [] if dry_run else alarms.send(report["rates"])
         if given().json:
