@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import http.client
 import json
+import sys
 import time
 import urllib.request
 from collections import Counter, defaultdict
@@ -125,7 +126,7 @@ def scan(
         die_with_parent(parent)
     config = settings()
     watch, live = config.watch, not scanners
-    name, *versions = targets = scanners or watch.scanners or [""]
+    name, *versions = scanners or watch.scanners or [""]
     chosen = parse_where(terms)
     if not name:
         raise BadInput(
@@ -154,12 +155,9 @@ def scan(
         return
     if not 0 < share <= 1:
         raise BadInput(f"--share {share:g}: give a share above 0, up to 1", param="share")
-    functions = [find_scanner(target, watch) for target in targets]
+    functions = find_scanners(scanners or [], watch)
     hours = watch.hours if live else None
     scan_of_runs = RunScan(functions, chosen, share, again, dry_run, hours)
-    if live and (unknown := watch.alarms.keys() - scan_of_runs.names):
-        names = ", ".join(sorted(unknown))
-        raise BadInput(f"watch.alarms: {names} is not among its scanners", param="watch.alarms")
     alarms = Alarms(watch)
     while True:
         report = asyncio.run(scan_of_runs.report())
@@ -171,6 +169,33 @@ def scan(
         if every is None:
             return
         time.sleep(every)
+
+
+def check_watch(watch: "WatchSettings") -> None:
+    """Raise BadInput or SetupError for a watch that cannot be.
+
+    `up` tells it at once, else it stands in the log of the process that scans. What users' files
+    put on the path of imports is taken away again: this process goes on as the platform.
+    """
+    path = [*sys.path]
+    try:
+        find_scanners([], watch)
+    finally:
+        sys.path[:] = path
+
+
+def find_scanners(targets: Sequence[str], watch: "WatchSettings") -> "dict[str, RewardFunction]":
+    """Return these scanners, else those of the watch, by name. Raises BadInput, SetupError."""
+    from cray_agents.rewards.scanner import scanner_name
+
+    functions = [find_scanner(target, watch) for target in targets or watch.scanners]
+    by_name = {str(scanner_name(function)): function for function in functions}
+    if len(by_name) < len(functions):
+        raise BadInput("two scanners have the same name", param="scanner")
+    if not targets and (unknown := watch.alarms.keys() - by_name.keys()):
+        names = ", ".join(sorted(unknown))
+        raise BadInput(f"watch.alarms: {names} is not among its scanners", param="watch.alarms")
+    return by_name
 
 
 def find_scanner(target: str, watch: "WatchSettings | None" = None) -> "RewardFunction":
@@ -199,19 +224,14 @@ class RunScan:
 
     def __init__(
         self,
-        functions: "Sequence[RewardFunction]",
+        functions: "Mapping[str, RewardFunction]",
         chosen: Any,
         share: float,
         again: bool,
         dry_run: bool,
         hours: float | None = None,
     ) -> None:
-        from cray_agents.rewards.scanner import scanner_name
-
-        self._functions = {str(scanner_name(function)): function for function in functions}
-        if len(self._functions) < len(functions):
-            raise BadInput("two scanners have the same name", param="scanner")
-        self.names = self._functions.keys()
+        self._functions = functions
         self._query = RunQuery(**chosen.model_dump(), order="id")
         self._config = settings()
         self._share, self._again, self._dry_run, self._hours = share, again, dry_run, hours

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from cray_agents import Run
-from cray_agents.cli.scan import Alarms, Rates
+from cray_agents.cli.scan import Alarms, Rates, check_watch
 from cray_agents.config.settings import WatchSettings
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.loop.live.traffic import counts
@@ -286,6 +286,36 @@ def test_a_watch_that_cannot_be(tmp_path: Path, watch: Any, message: str) -> Non
     (tmp_path / "latin.txt").write_bytes(b"\xe9\xff")
     words = ("--home", home.root, "scan", "policy")
     refused(cli(*words, cwd=tmp_path, CRAY_AGENTS_WATCH=json.dumps(watch)), message)
+
+
+@pytest.mark.parametrize(
+    ("watch", "message"),
+    [
+        ({"scanners": ["absent.py:look"]}, "absent.py: no such file"),
+        ({"scanners": ["own.py:lok"]}, "has no 'lok'"),
+        ({"scanners": ["secrets", "secrets"]}, "two scanners have the same name"),
+        ({"scanners": ["secrets"], "alarms": {"pii": 0.1}}, "pii is not among its scanners"),
+        ({"alarms": {"secrets": 0.1}}, "secrets is not among its scanners"),
+    ],
+)
+def test_a_watch_that_cannot_be_is_told_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watch: Any, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(
+        "from cray_agents import scanner\n\n\n@scanner\ndef look(run):\n    return 0.0\n"
+    )
+    path = [*sys.path]
+    with pytest.raises(BadInput, match=message):
+        check_watch(WatchSettings(**watch))
+    check_watch(WatchSettings(scanners=["own.py:look"], judge="m@1"))
+    assert sys.path == path
+
+
+def test_up_refuses_a_watch_that_cannot_be(tmp_path: Path) -> None:
+    watch = json.dumps({"scanners": ["absent.py:look"]})
+    done = cli("up", "--replicas", 0, "--port", 0, cwd=tmp_path, CRAY_AGENTS_WATCH=watch)
+    refused(done, "absent.py: no such file")
 
 
 # ---- alarms
