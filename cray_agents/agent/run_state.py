@@ -169,7 +169,7 @@ class RunState:
         return request
 
     def addressed(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The request with the headers of its run: the run id and an idempotency key.
+        """The request with the headers of its run: run id, idempotency key, a judge's X-Block.
 
         The key is the same when a run that was cut off is done again: a gateway then answers as
         it did before, instead of sampling anew.
@@ -177,6 +177,8 @@ class RunState:
         body = {name: value for name, value in request.items() if name != "extra_headers"}
         key = digest([self.context.run_id, len(self.turns), body], 32)
         own = {"X-Run-Id": self.context.run_id, "Idempotency-Key": key}
+        if "judge" in self.labels["tags"]:  # what it reads may be what is blocked
+            own["X-Block"] = "off"
         return {**body, "extra_headers": {**request.get("extra_headers", {}), **own}}
 
     def publish(self, event: AgentEvent) -> None:

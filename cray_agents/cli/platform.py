@@ -127,6 +127,9 @@ def up(
 
         serve_further(config, parent)
         return
+    from cray_agents.cli.scan import check_watch
+
+    check_watch(config.watch)
     name = name or _only_name(config.root, model)
     count = ReplicaCount.parse(replicas)
     if detach:

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import http.client
 import json
+import sys
 import time
 import urllib.request
 from collections import Counter, defaultdict
@@ -22,7 +23,8 @@ from cray_agents.cli.user_files import find_function
 from cray_agents.cli.where import WhereOption, parse_where
 from cray_agents.engines.openai_engine import OpenAIEngine
 from cray_agents.errors import BadInput
-from cray_agents.processes import alive
+from cray_agents.processes import die_with_parent
+from cray_agents.promotion.e_process import Stream
 from cray_agents.queries import RunQuery
 from cray_agents.records import CLEAR, OUTCOMES, SCAN, UNJUDGED, scanned_tags
 from cray_agents.server.platform_process import client, key, running
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from cray_agents.runtime.store.index import RunFacts
 
 SHOWN_FAILURES = 3
+FALSE_ALARM = 0.025  # greatest probability of one, for a scanner, version and day
 POST_TIMEOUT = 10.0  # seconds that a webhook may take
 
 commands = Commands()
@@ -57,8 +60,7 @@ class BatchEngine(OpenAIEngine):
 
 def _yielding(request: dict[str, Any]) -> dict[str, Any]:
     headers = request.get("extra_headers") or {}
-    # what a judge reads may be what is blocked
-    return {**request, "extra_headers": {**headers, "X-Priority": "batch", "X-Block": "off"}}
+    return {**request, "extra_headers": {**headers, "X-Priority": "batch"}}
 
 
 @commands.command("scan")
@@ -120,9 +122,11 @@ def scan(
     NAME@M` compares the habits of two versions; the exit code is 1 if one has drifted. These two
     record nothing.
     """
+    if parent is not None:
+        die_with_parent(parent)
     config = settings()
     watch, live = config.watch, not scanners
-    name, *versions = targets = scanners or watch.scanners or [""]
+    name, *versions = scanners or watch.scanners or [""]
     chosen = parse_where(terms)
     if not name:
         raise BadInput(
@@ -151,14 +155,11 @@ def scan(
         return
     if not 0 < share <= 1:
         raise BadInput(f"--share {share:g}: give a share above 0, up to 1", param="share")
-    functions = [find_scanner(target, watch) for target in targets]
+    functions = find_scanners(scanners or [], watch)
     hours = watch.hours if live else None
     scan_of_runs = RunScan(functions, chosen, share, again, dry_run, hours)
-    if live and (unknown := watch.alarms.keys() - scan_of_runs.names):
-        names = ", ".join(sorted(unknown))
-        raise BadInput(f"watch.alarms: {names} is not among its scanners", param="watch.alarms")
     alarms = Alarms(watch)
-    while parent is None or alive(parent):
+    while True:
         report = asyncio.run(scan_of_runs.report())
         report["alarms"] = [] if dry_run else alarms.send(report["rates"])
         if given().json:
@@ -168,6 +169,33 @@ def scan(
         if every is None:
             return
         time.sleep(every)
+
+
+def check_watch(watch: "WatchSettings") -> None:
+    """Raise BadInput or SetupError for a watch that cannot be.
+
+    `up` tells it at once, else it stands in the log of the process that scans. What users' files
+    put on the path of imports is taken away again: this process goes on as the platform.
+    """
+    path = [*sys.path]
+    try:
+        find_scanners([], watch)
+    finally:
+        sys.path[:] = path
+
+
+def find_scanners(targets: Sequence[str], watch: "WatchSettings") -> "dict[str, RewardFunction]":
+    """Return these scanners, else those of the watch, by name. Raises BadInput, SetupError."""
+    from cray_agents.rewards.scanner import scanner_name
+
+    functions = [find_scanner(target, watch) for target in targets or watch.scanners]
+    by_name = {str(scanner_name(function)): function for function in functions}
+    if len(by_name) < len(functions):
+        raise BadInput("two scanners have the same name", param="scanner")
+    if not targets and (unknown := watch.alarms.keys() - by_name.keys()):
+        names = ", ".join(sorted(unknown))
+        raise BadInput(f"watch.alarms: {names} is not among its scanners", param="watch.alarms")
+    return by_name
 
 
 def find_scanner(target: str, watch: "WatchSettings | None" = None) -> "RewardFunction":
@@ -191,24 +219,19 @@ def find_scanner(target: str, watch: "WatchSettings | None" = None) -> "RewardFu
 class RunScan:
     """A scan of the runs that match a filter. `report` does it once, and can be called again.
 
-    `hours`: only live runs that began in the last so many hours; None: all runs.
+    `hours`: only live runs that began since the day, in UTC, of so many hours ago; None: all runs.
     """
 
     def __init__(
         self,
-        functions: "Sequence[RewardFunction]",
+        functions: "Mapping[str, RewardFunction]",
         chosen: Any,
         share: float,
         again: bool,
         dry_run: bool,
         hours: float | None = None,
     ) -> None:
-        from cray_agents.rewards.scanner import scanner_name
-
-        self._functions = {str(scanner_name(function)): function for function in functions}
-        if len(self._functions) < len(functions):
-            raise BadInput("two scanners have the same name", param="scanner")
-        self.names = self._functions.keys()
+        self._functions = functions
         self._query = RunQuery(**chosen.model_dump(), order="id")
         self._config = settings()
         self._share, self._again, self._dry_run, self._hours = share, again, dry_run, hours
@@ -271,7 +294,8 @@ class RunScan:
     def _chosen(self, store: "Store") -> "Iterator[RunFacts]":
         query, live = self._query, self._hours is not None
         if self._hours is not None:
-            since = max(query.since or 0.0, time.time() - 3600 * self._hours)
+            start = time.time() - 3600 * self._hours
+            since = max(query.since or 0.0, start - start % 86_400)  # rates are of whole days, UTC
             query = query.model_copy(update={"since": since})
         for facts in store.facts(query):
             if live and (facts.loop is not None or facts.imported is not None):
@@ -340,7 +364,10 @@ class Rates:
     def add(self, scanner: str, facts: "RunFacts", tags: Iterable[str]) -> None:
         """Count a run to which a scanner gave one of these tags, or none."""
         if (outcome := _outcome(tags, scanner)) is not None:
-            day = datetime.fromtimestamp(facts.started, UTC).date().isoformat()
+            try:
+                day = datetime.fromtimestamp(facts.started, UTC).date().isoformat()
+            except (ValueError, OverflowError, OSError):  # a client's own, as one in milliseconds
+                day = "unknown"
             self._counts[scanner, facts.version, day][outcome] += 1
 
     def rows(self) -> list[dict[str, Any]]:
@@ -359,8 +386,9 @@ class Rates:
 class Alarms:
     """Alarms of scanners whose rate is above its limit, each once for a version and day.
 
-    The rate must be above with a confidence of 97.5 %, so that one run of two is no alarm. One that
-    the webhook did not take is sent again at the next look.
+    If each run has a finding with a probability of at most the limit, there is an alarm that day
+    with one of at most FALSE_ALARM, however often one looks (promotion/e_process.py). One that the
+    webhook did not take is sent again at the next look.
     """
 
     def __init__(self, watch: "WatchSettings") -> None:
@@ -373,8 +401,9 @@ class Alarms:
         for row in rates:
             key = (row["scanner"], row["version"], row["day"])
             limit = self._limits.get(row["scanner"])
-            low = row["interval"][0] if row["interval"] else 0.0
-            if limit is None or low <= limit or key in self._sent:
+            if limit is None or key in self._sent:
+                continue
+            if not _above(limit, row["found"], row["scanned"]):
                 continue
             text = "{scanner} found something in {found} of {scanned} runs of {version} on {day}"
             alarm = {**row, "limit": limit, "text": f"{text.format(**row)}: above {limit:.1%}"}
@@ -383,6 +412,14 @@ class Alarms:
                 self._sent.add(key)
             alarms.append(alarm | {"error": error})
         return alarms
+
+
+def _above(limit: float, found: int, scanned: int) -> bool:
+    """Tell whether so many findings refute that at most this share of runs has one."""
+    evidence = Stream(limit)
+    evidence.add(0.0, scanned - found)
+    evidence.add(1.0, found)  # last: its wealth counts at the end alone
+    return found > 0 if limit == 0 else evidence.evidence >= 1 / FALSE_ALARM
 
 
 def _post(url: str, alarm: Mapping[str, Any]) -> str | None:

@@ -108,10 +108,10 @@ class WatchSettings(BaseModel):
     )
     policy: Path | None = Field(None, description="file with your policy for answers")
     every: float = Field(30, ge=1, description="seconds between two looks at new runs")
-    hours: float = Field(48, gt=0, description="age of a run up to which it is looked at")
+    hours: float = Field(48, gt=0, description="age of the oldest runs, whose whole day is seen")
     alarms: dict[str, Annotated[float, Field(ge=0, lt=1)]] = Field(
         default_factory=dict,
-        description="share of a version's runs of a day from which a scanner's findings are an "
+        description="share of a version's runs of a day above which a scanner's findings are an "
         "alarm, as {jailbreak = 0.05}",
     )
     webhook: Endpoint | None = Field(None, description="URL that alarms are posted to, as JSON")

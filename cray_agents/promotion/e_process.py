@@ -7,8 +7,8 @@ The wealth starts at 1. Before each x is seen, a share of it (the stake) is bet 
 If E[x] <= margin, given any past, the bets do not win on average. The probability that the
 wealth ever reaches 1 / alpha is then at most alpha (Ville 1939). The wealth is therefore evidence
 that may be checked after each x. Any stake that depends on the past alone is valid; a good one
-finds the truth sooner. Used by sequential_test.py (`Deadline`) and runtime/registry/canary.py
-(`Stream`).
+finds the truth sooner. Used by sequential_test.py (`Deadline`), and by runtime/registry/canary.py
+and cli/scan.py (`Stream`).
 """
 
 import math
@@ -82,12 +82,12 @@ class Stream:
         self._stakes = [(n + 0.5) / _STAKES * _MOST / (1 + margin) for n in range(_STAKES)]
         self._logs = [0.0] * _STAKES
 
-    def add(self, x: float) -> None:
-        """Add the next x."""
+    def add(self, x: float, times: int = 1) -> None:
+        """Add the next x, so many times; what the wealth was between these does not count."""
         gain = x - self.margin
-        self.seen += 1
+        self.seen += times
         for n, stake in enumerate(self._stakes):
-            self._logs[n] += math.log1p(stake * gain)
+            self._logs[n] += times * math.log1p(stake * gain)
         most = max(self._logs)
         mixed = most + math.log(sum(math.exp(log - most) for log in self._logs) / _STAKES)
         self.evidence = max(self.evidence, math.exp(min(mixed, 700.0)))  # e^710 overflows

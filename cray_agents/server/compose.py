@@ -71,7 +71,6 @@ from cray_agents.server.gateway_parts import (
     admitted_each,
     blocks_of,
     check_access,
-    check_watch,
     live_traces,
     make_server,
     open_store,
@@ -212,7 +211,6 @@ async def run(
     sys.setswitchinterval(SWITCH)
     gc.set_threshold(*GC)
     home = config.root
-    check_watch(config)
     store = await open_store(config)
     shares = GatewayShares()
     services = Services(

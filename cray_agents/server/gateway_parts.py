@@ -71,18 +71,6 @@ def live_traces(config: Config) -> "LiveTraces | None":
     return LiveTraces(config.otlp_endpoint, config.otlp_content)
 
 
-def check_watch(config: Config) -> None:
-    """Raise BadInput or SetupError for a scanner of the watch that cannot be used.
-
-    It is told at the start, not in the log of the process that scans.
-    """
-    from cray_agents.runtime.scans.built_in_scanners import built_in_scanner  # slow to import
-
-    for name in config.watch.scanners:
-        if ":" not in name:
-            built_in_scanner(name, config.watch)
-
-
 def blocks_of(config: Config) -> Blocks | None:
     """Return the scanners that block, if any are named. Raises BadInput, SetupError."""
     return Blocks(config.watch.block) if config.watch.block else None

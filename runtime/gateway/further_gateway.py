@@ -269,8 +269,6 @@ async def _pass_on(response: aiohttp.ClientResponse, receive: Receive, send: Sen
     ]
     start: Message = {"type": "http.response.start", "status": response.status, "headers": headers}
     await send(start)
-    task = asyncio.current_task()
-    assert task is not None
     left = asyncio.create_task(until_left(receive))
     left.add_done_callback(lambda done: None if done.cancelled() else response.close())
     try:

@@ -10,6 +10,10 @@ from typing import Any
 
 from cray_agents.records import Run
 
+#: Who speaks in a message, by its role. An engine takes any role: all others are the user's.
+SIDES = {"assistant": "assistant", "system": "system", "developer": "system"}
+SIDES |= {"tool": "tool", "function": "tool"}
+
 
 def sampled_texts(run: Run) -> Iterator[str]:
     """Yield the texts of answers, reasoning and arguments of tool calls, in order.
@@ -24,11 +28,17 @@ def sampled_texts(run: Run) -> Iterator[str]:
 
 
 def prompt_texts(run: Run, roles: Collection[str] = ("user",)) -> Iterator[str]:
-    """Yield the texts of a run's messages of these roles, each once, in order."""
+    """Yield the texts of a run's messages of these sides, each once, in order."""
     conversations = [call.messages for call in run.calls] or [run.trajectory.messages]
     messages = [each for conversation in conversations for each in conversation]
-    texts = (text for each in messages if each.get("role") in roles for text in message_texts(each))
+    texts = (text for each in messages if side_of(each) in roles for text in message_texts(each))
     yield from dict.fromkeys(texts if messages else filter(None, [run.input]))
+
+
+def side_of(message: Any) -> str:
+    """Return who speaks: the assistant, system, tool, or user, which also any other role is."""
+    role = message.get("role")
+    return SIDES.get(role, "user") if isinstance(role, str) else "user"
 
 
 def message_texts(message: Any) -> Iterator[str]:
@@ -40,7 +50,8 @@ def message_texts(message: Any) -> Iterator[str]:
             text = item.get("text") if isinstance(item, dict) else item
             if isinstance(text, str) and text:
                 yield text
-    for call in message.get("tool_calls") or ():
-        arguments = (call.get("function") or {}).get("arguments")
-        if arguments:
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():  # a client may send anything
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and (arguments := function.get("arguments")):
             yield arguments if isinstance(arguments, str) else json.dumps(arguments)

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.records import Message
-from cray_agents.runtime.scans import message_texts
+from cray_agents.runtime.disk.turns import between_pieces
+from cray_agents.runtime.scans import message_texts, side_of
 from cray_agents.runtime.store.redaction.sensitive import KINDS, Sensitive
 
 TextScan = Callable[[str], Counter[str]]  # a text -> how often it has what, by kind
@@ -26,7 +27,8 @@ ENTITIES = [
     *("EMAIL_ADDRESS", "PHONE_NUMBER", "IBAN_CODE", "CREDIT_CARD", "IP_ADDRESS", "CRYPTO"),
     "US_SSN",
 ]
-PIECE = 100_000  # characters that presidio reads at a time
+PIECE = 10_000  # characters that are read at a time, in which others wait
+LONGEST = 500  # characters of a phrase
 TOXIC = 0.7  # probability of the worst sentence from which a text is toxic
 NEGATIVE = -0.4  # VADER's compound score, from -1 to 1, up to which a text's mean sentence is bad
 PROMPT = "prompt-"  # begins the name of a scanner that reads what users wrote
@@ -37,7 +39,7 @@ ROLES = {"jailbreak": ("user", "tool")}  # of all others: the assistant, or with
 
 
 class TextScanner(NamedTuple):
-    """A scanner of texts: what it looks for, and in the messages of which roles."""
+    """A scanner of texts: what it looks for, and in whose messages (`side_of`)."""
 
     name: str
     find: TextScan
@@ -64,7 +66,7 @@ class Blocks:
         for each in self._scanners:
             if (each.roles == ASSISTANT) != answer:
                 continue
-            looked_at = (m for m in messages if m.get("role") in each.roles)
+            looked_at = (m for m in messages if side_of(m) in each.roles)
             if each.found_in(text for message in looked_at for text in message_texts(message)):
                 what = "this answer is withheld" if answer else "this request is not answered"
                 raise BadInput(
@@ -117,6 +119,7 @@ def _pii() -> TextScan:
     def find(text: str) -> Counter[str]:
         counts = Counter(_REDACTED.findall(text))
         for start in range(0, len(text), PIECE):
+            between_pieces()
             results = analyzer.analyze(
                 text[start : start + PIECE],
                 language="en",
@@ -169,7 +172,10 @@ def _sentiment() -> TextScan:
     analyzer = SentimentIntensityAnalyzer()
 
     def find(text: str) -> Counter[str]:
-        scores = [analyzer.polarity_scores(each)["compound"] for each in _sentences(text)]
+        scores = []
+        for sentence in _sentences(text):
+            between_pieces()
+            scores.append(analyzer.polarity_scores(sentence)["compound"])
         scores = [score for score in scores if score]
         return +Counter(negative=int(bool(scores) and sum(scores) / len(scores) <= NEGATIVE))
 
@@ -239,11 +245,16 @@ def _jailbreak() -> TextScan:
     """Find phrases by which people try to make a model leave its rules aside (English)."""
 
     def find(text: str) -> Counter[str]:
-        plain = unicodedata.normalize("NFKC", text).lower().replace("\u2019", "'")
-        plain = re.sub(r"[\s*_#>\"`\u200b-\u200d]+", " ", plain)
-        signs = sum(sign.search(plain) is not None for sign in _SIGNS)
-        found = signs >= ENOUGH_SIGNS or _PHRASES.search(plain) is not None
-        return +Counter(attempt=int(found))
+        plain, signs = "", set[re.Pattern[str]]()
+        for start in range(0, len(text), PIECE):
+            between_pieces()
+            plain = plain[-LONGEST:] + text[start : start + PIECE]
+            plain = unicodedata.normalize("NFKC", plain).lower().replace("\u2019", "'")
+            plain = re.sub(r"[\s*_#>\"`\u200b-\u200d]+", " ", plain)
+            signs |= {sign for sign in _SIGNS if sign.search(plain)}
+            if len(signs) >= ENOUGH_SIGNS or _PHRASES.search(plain):
+                return Counter(attempt=1)
+        return Counter()
 
     return find
 

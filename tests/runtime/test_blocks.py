@@ -1,13 +1,19 @@
 """Blocks: requests refused and answers withheld by the operator's scanners, where he asked."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cray_agents.engines.openai_engine import OpenAIEngine
 from cray_agents.engines.scripted import ScriptedEngine
+from cray_agents.errors import BadInput
+from cray_agents.records import Run, StopReason
+from cray_agents.rewards.llm_judge import judge
+from cray_agents.runtime.disk.turns import TURN
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
-from cray_agents.runtime.scans.text_scanners import Blocks
+from cray_agents.runtime.scans.text_scanners import PIECE, Blocks
 from tests.support.scripted_gateway import Gateway, served
 
 KEY = "sk-" + "a1" * 12
@@ -38,6 +44,23 @@ async def test_a_blocked_request_never_reaches_the_model(tmp_path: Path) -> None
         assert judges.status == 200
 
 
+@pytest.mark.parametrize("role", ["tool", "function", "User", "critic", None, ["user"]])
+def test_whoever_is_not_the_operator_or_the_model_is_looked_at(role: Any) -> None:
+    message = {"role": role, "content": ATTACK}
+    with pytest.raises(BadInput, match="jailbreak"):
+        Blocks(["jailbreak"]).check([message], answer=False)
+    for own in ("system", "developer", "assistant"):
+        Blocks(["jailbreak"]).check([{**message, "role": own}], answer=False)
+
+
+@pytest.mark.parametrize("calls", [5, ["x"], [{"function": "f"}], {"a": 1}])
+async def test_malformed_calls_of_a_message_are_not_looked_into(tmp_path: Path, calls: Any) -> None:
+    async with guarded(tmp_path, "jailbreak") as gateway:
+        asked = {"role": "user", "content": "hi", "tool_calls": calls}
+        assert (await gateway.ask([asked])).status < 500
+        assert (await gateway.ask([{**asked, "content": ATTACK}])).code == "content_filter"
+
+
 async def test_a_blocked_answer_is_recorded_and_withheld(tmp_path: Path) -> None:
     async with guarded(tmp_path, "secrets") as gateway:
         withheld = await gateway.ask("the key")
@@ -48,6 +71,22 @@ async def test_a_blocked_answer_is_recorded_and_withheld(tmp_path: Path) -> None
         several = await gateway.ask("the key", n=2)
         assert several.code == "content_filter"
         assert (await gateway.ask(ATTACK)).text == "hello"
+
+
+def test_a_long_text_is_read_in_pieces_between_which_others_have_their_turn() -> None:
+    turns: list[None] = []
+    token = TURN.set(lambda: turns.append(None) is not None)
+    try:
+        for before in range(PIECE - 100, PIECE + 20, 7):  # the phrase lies across a cut
+            words = ["x" * before, *ATTACK.split()]
+            long = {"role": "user", "content": (" \n" * 999).join(words)}
+            with pytest.raises(BadInput, match="jailbreak"):
+                Blocks(["jailbreak"]).check([long], answer=False)
+        turns.clear()
+        Blocks(["jailbreak"]).check([{"role": "user", "content": "x " * 5 * PIECE}], answer=False)
+        assert len(turns) >= 10
+    finally:
+        TURN.reset(token)
 
 
 async def test_a_stream_waits_for_its_end(tmp_path: Path) -> None:
@@ -86,6 +125,15 @@ async def test_only_an_admin_may_leave_the_blocks_out(tmp_path: Path) -> None:
             headers = {"Authorization": f"Bearer {key}", "X-Block": "off"}
             status[role] = (await gateway.ask(ATTACK, headers=headers)).status
         assert status == {Role.use: 400, Role.admin: 200}
+
+
+async def test_a_judge_reads_what_is_blocked(tmp_path: Path) -> None:
+    engine = ScriptedEngine(lambda request: json.dumps({"reason": "so", "score": 0.5}))
+    async with served(tmp_path, engine, blocks=Blocks(["jailbreak"])) as gateway:
+        good = judge("Good?", model="calc", engine=OpenAIEngine(gateway.url, api_key="none"))
+        run = Run(id="r", agent="a", model="m@1", input=ATTACK, stop_reason=StopReason.completed)
+        assert await good(run) == 0.5
+        assert ATTACK in str(engine.requests[-1]["messages"])
 
 
 async def test_findings_are_counted_for_prometheus(gateway: Gateway) -> None:

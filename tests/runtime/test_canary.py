@@ -3,7 +3,7 @@
 import asyncio
 import math
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineError
 from cray_agents.paths import Home
+from cray_agents.ports import EngineCall
 from cray_agents.runtime.registry.canary import Canary, Side
 from cray_agents.runtime.registry.registry import ModelEvent
 from tests.support.in_process_engine import InProcessEngine
@@ -296,6 +297,32 @@ async def test_promoting_or_rolling_back_ends_it(tmp_path: Path, script: Script)
             *["canary_started", "canary_ended", "rolled_back"],
         ]
         assert set((await versions(gateway, named("after", 20))).values()) == {"calc@2"}
+
+
+async def test_an_answer_counts_for_the_canary_under_which_it_began(
+    tmp_path: Path, script: Script
+) -> None:
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        yield b"{}"
+
+    async with two(tmp_path, script) as gateway:
+        live = gateway.services.versions.live
+
+        async def answered(*, ends_under_another: bool) -> Any:
+            canary = live.canary("calc")
+            exchange = EngineCall("/v1/chat/completions", {}, "x", "calc@1")
+            answer = live.count_outcome("calc", "s", exchange, pieces(), None)
+            if ends_under_another:
+                await gateway.call("POST", "/v1/models/calc/promote", json={"version": 1})
+                await start(gateway)
+                assert live.canary("calc") is not canary
+            assert [piece async for piece in answer] == [b"{}"]
+            counted: Any = live.canary("calc")
+            return counted.numbers()["control"]["answered"]
+
+        await start(gateway)
+        assert await answered(ends_under_another=True) == 0
+        assert await answered(ends_under_another=False) == 1
 
 
 def test_findings_go_on_after_a_restart(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import tracemalloc
 from codecs import BOM_UTF8
 from collections.abc import AsyncIterator
 from functools import partial
@@ -10,7 +11,11 @@ from typing import Any
 
 import pytest
 
+from cray_agents.errors import BadInput
 from cray_agents.records import ProbePrompt
+from cray_agents.runtime.gateway.http.bodies import parse
+from cray_agents.runtime.gateway.model_calls.answer import check_embedded
+from cray_agents.runtime.gateway.routes.trajectories import SentEvents
 from tests.support.scripted_gateway import CHAT, Gateway, checkpoint, says, served
 from tests.support.scripted_trainer import ScriptedTrainer
 
@@ -170,6 +175,22 @@ async def test_events_of_several_runs_are_told_at_once_and_all_or_none(gateway: 
                                      json={"events": [*events, reward]})  # fmt: skip
         assert answer == {"appended": appended, "duplicates": 4 - appended}
     assert [gateway.store.run(f"r{n}").reward for n in range(3)] == [None, 1.0, None]
+
+
+def test_what_is_wrong_in_a_list_costs_no_more_the_longer_it_is() -> None:
+    def refused(count: int) -> None:
+        with pytest.raises(BadInput, match="events"):
+            parse(SentEvents, {"events": [0] * count})
+        with pytest.raises(BadInput, match="token ids"):
+            check_embedded({"input": [None] * count})
+
+    refused(1)
+    tracemalloc.start()
+    try:
+        refused(50_000)
+        assert tracemalloc.get_traced_memory()[1] < 3e6  # bytes; the lists themselves take 0.4e6
+    finally:
+        tracemalloc.stop()
 
 
 async def test_a_client_cannot_say_what_was_sampled(gateway: Gateway) -> None:

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import StrictInt, StrictStr, TypeAdapter, ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
@@ -70,7 +69,6 @@ from cray_agents.runtime.store.conversations import Continuation, chain, chain_b
 KEY_LENGTH = 255  # characters of an Idempotency-Key
 MAX_TAGS, TAG_LENGTH = 32, 100  # tags of a run, characters of one
 OBJECT_FIELDS = ("stream_options", "structured_outputs")  # other types in the latter: 500 from vLLM
-EMBEDDED: TypeAdapter[Any] = TypeAdapter(StrictStr | list[StrictStr | StrictInt | list[StrictInt]])
 VERSION_INTERVAL = 1.0  # seconds between checks for the version that a request waits for
 
 
@@ -101,7 +99,9 @@ async def answer_call(services: Services, request: Request, api: SamplingApi) ->
             keys, prefix = services.idempotency_keys, api.id_prefix
             entry = await keys.enter(prefix, call.exchange.id, call.fingerprint)
             if isinstance(entry, ReplayedAnswer):
-                await _check_blocks(call, call.messages_of(entry.body), answer=True)
+                if call.blocks is not None:
+                    said = await aside(request, partial(call.messages_of, entry.body))
+                    await aside(request, partial(call.blocks.check, said, answer=True))
                 headers = {"x-run-id": entry.run_id, "x-idempotent-replayed": "true"}
                 kind = "text/event-stream" if call.exchange.streams else "application/json"
                 return Response(entry.body, headers=headers, media_type=kind)
@@ -288,15 +288,12 @@ async def _write(
     services.metrics.model_calls.count(
         version, call.owner, ticket.batch, finish, tokens, ticket.waited, malformed
     )
+    if call.blocks is not None:
+        said = [event.body["message"] for event in events]
+        with failed_span(services, call, events[0]):
+            await services.work.run(ticket.key, partial(call.blocks.check, said, answer=True))
     end = partial(end_span, services, call, events[0], first=first)
     await asyncio.to_thread(end) if large else end()
-    await _check_blocks(call, [event.body["message"] for event in events], answer=True)
-
-
-async def _check_blocks(call: Call, messages: list[Message], *, answer: bool) -> None:
-    """Raise BadInput for messages that the operator's scanners block."""
-    if call.blocks is not None:
-        await asyncio.to_thread(call.blocks.check, messages, answer=answer)
 
 
 def check_fields(api: SamplingApi, body: Body) -> list[Message]:
@@ -366,7 +363,7 @@ async def _parse_call(
     unblocked = caller.role is Role.admin and request.headers.get("x-block") == "off"
     blocks = None if unblocked else services.blocks
     if blocks is not None:
-        await asyncio.to_thread(blocks.check, call_request.messages, answer=False)
+        await aside(request, partial(blocks.check, call_request.messages, answer=False))
     known, conversation_hash = await _find_run(services, request, call_request)
     run_id = known.run_id if isinstance(known, Continuation) else known
     if call_request.run is not None:
@@ -496,12 +493,15 @@ def take_ticket(services: Services, request: Request, model: str) -> Ticket:
 def check_embedded(body: Body) -> None:
     """Raise BadInput for an `input` that is no text, no tokens, and no list of these."""
     given = body.get("input")
-    try:
-        EMBEDDED.validate_python(given)
-    except ValidationError:
-        why = "input must be a text, token ids, or a list of these"
-        raise BadInput(why, param="input") from None
+    if not isinstance(given, str) and not (isinstance(given, list) and all(map(_is_text, given))):
+        raise BadInput("input must be a text, token ids, or a list of these", param="input")
     check_texts("input", given)
+
+
+def _is_text(given: Any) -> bool:
+    """Tell whether it is a text, a token id or a list of token ids, up to the first that is not."""
+    ids = given if isinstance(given, list) else [given]
+    return isinstance(given, str) or all(type(each) is int for each in ids)  # and no bool
 
 
 async def pass_through(

@@ -10,7 +10,6 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from functools import partial
 
 from cray_agents.errors import Corrupt, EngineError, NotFound
 from cray_agents.paths import Home
@@ -83,9 +82,14 @@ class LiveCanaries(ABC):
 
         A stream ended well if it contains `last_event`, which is None for other answers.
         """
-        if model not in self._canaries:
+        if (begun := self._canaries.get(model)) is None:
             return pieces
-        note = partial(self.note_outcome, model, session)
+
+        def note(version: str, *, failed: bool) -> None:
+            with contextlib.suppress(NotFound):
+                if self.canary(model) is begun:  # not a later one of this name
+                    self.note_outcome(model, session, version, failed=failed)
+
         return tell_outcome(note, exchange, pieces, last_event)
 
     def _begin(self, start: ModelEvent) -> Canary:

@@ -154,7 +154,9 @@ class StreamRecorder:
                 if not self._seen:
                     self.first_at = time.perf_counter()
                 self._seen.append(piece)
-                if tail or self._hold:
+                if self._hold:
+                    continue
+                if tail:
                     tail += piece
                 elif (at := self._find_end(piece)) < 0:
                     self._put(piece)
@@ -164,7 +166,7 @@ class StreamRecorder:
                         self._put(piece[:at])
         finally:
             await self._pieces.aclose()
-        return tail
+        return b"".join(self._seen) if self._hold else tail
 
     def _find_end(self, piece: bytes) -> int:
         """Return where the events begin that tell the end of the last sequence; -1: not here."""
@@ -224,8 +226,9 @@ def end_span(
     first: float | None = None,
     failure: str | None = None,
 ) -> None:
-    """Send a call's spans. `event`: its record, if there is one; `failure`: the error's type."""
-    if services.traces is None or call.trace is None:
+    """Send a call's spans, once. `event`: its record, if any; `failure`: the error's type."""
+    trace, call.trace = call.trace, None
+    if services.traces is None or trace is None:
         return
     from cray_agents.runtime.telemetry.live_traces import CUT, CallEnd
 
@@ -252,15 +255,15 @@ def end_span(
         first=first,
         failure=None if failure is None else (failure, ""),
     )
-    services.traces.end_call(call.trace, end)
+    services.traces.end_call(trace, end)
 
 
 @contextmanager
-def failed_span(services: Services, call: Call) -> Iterator[None]:
-    """Send a call's spans if the block raises."""
+def failed_span(services: Services, call: Call, event: Event | None = None) -> Iterator[None]:
+    """Send a call's spans if the block raises. `event`: as of `end_span`."""
     try:
         yield
     except BaseException as error:  # also of a client that leaves
         code = error.code if isinstance(error, CrayError) else None
-        end_span(services, call, failure=code or type(error).__name__)
+        end_span(services, call, event, failure=code or type(error).__name__)
         raise

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import orjson
 from fastapi import Query
-from pydantic import Field
+from pydantic import FailFast, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -105,13 +105,13 @@ class EventOfRun(SentEvent):
 class SentEvents(Fields):
     """Events of the run in the path."""
 
-    events: list[SentEvent]
+    events: Annotated[list[SentEvent], FailFast()]
 
 
 class EventsOfRuns(Fields):
     """Events of several runs."""
 
-    events: list[EventOfRun]
+    events: Annotated[list[EventOfRun], FailFast()]
 
 
 #: A run's row of the index: its facts, without messages and calls.

@@ -34,7 +34,7 @@ from cray_agents.records import new_id
 from cray_agents.runtime.disk.durable import create_file
 from cray_agents.runtime.disk.turns import statements_in_pieces
 
-INDEX_VERSION = 3
+INDEX_VERSION = 4
 KEPT_SECONDS = 7 * 86_400.0  # after its last use, for the file of another version
 KEPT_FILES = 3  # of other versions, the last used
 MAX_CACHED = 20_000  # codes of names remembered

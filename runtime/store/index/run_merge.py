@@ -134,6 +134,7 @@ class MergedRun:
             rewards = [reward for reward in rewards if not is_finding(reward[1])]
             by_giver = [reward for reward in by_giver if not is_finding(reward[1])]
         tags = _union(self.tags, tags)
+        has_givers = any(reward[5] for reward in by_giver)
         return RunFacts(
             run_id,
             self.described is not None,
@@ -166,7 +167,7 @@ class MergedRun:
             tuple(
                 (name, source, value, turn, giver, when)
                 for name, source, value, when, turn, giver in by_giver
-                if any(reward[5] for reward in by_giver)
+                if has_givers
             ),
         )
 

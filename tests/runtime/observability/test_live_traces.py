@@ -20,6 +20,7 @@ from cray_agents.runtime.exports.formats.otel import SCHEMA, trace_hash
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.registry.registry import Registry
+from cray_agents.runtime.scans.text_scanners import Blocks
 from cray_agents.runtime.store.redaction import Redactor
 from cray_agents.runtime.telemetry.live_traces import (
     LiveTraces,
@@ -101,6 +102,18 @@ async def test_a_call_in_its_clients_trace(tmp_path: Path, receiver: Receiver) -
     length = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
     assert 0 < found["gen_ai.response.time_to_first_chunk"] <= length
     assert b"secret words" not in b"".join(span.SerializeToString() for span in receiver.spans)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_withheld_answer_has_one_span(
+    tmp_path: Path, receiver: Receiver, stream: bool
+) -> None:
+    traces, blocks = LiveTraces(receiver.url), Blocks(["secrets"])
+    async with served(tmp_path, traces=traces, blocks=blocks) as gateway:
+        withheld = await gateway.ask("it is me@example.com", stream=stream)
+        assert b"content_filter" in withheld.body
+    span = await receiver.find("chat calc@1")  # after all are sent
+    assert attributes(span)["error.type"] == "content_filter"
 
 
 async def test_a_run_with_its_call_and_tool_is_one_trace(
