@@ -12,11 +12,11 @@ from tests.test_layers import LINKED, ROOT, dotted, imported, is_module, modules
 
 #: What each measure may be at most.
 BOUNDS = {
-    "lines of source": 113_100,
+    "lines of source": 113_300,
     "modules of source": 516,
     "lines of the longest module": 600,
     "circles of folders": 0,
-    "lines of tests": 89_700,
+    "lines of tests": 90_300,
     "commands": 51,
     "parameters of commands": 230,
     "words of ARCHITECTURE.md": 3_000,
@@ -24,7 +24,7 @@ BOUNDS = {
     "words of CHANGELOG.md": 300,
     "words of BENCHMARKS.md": 3_000,
     "pages of docs": 12,
-    "words of docs": 18_800,
+    "words of docs": 18_900,
 }
 GENERATED = {"models.md", "status.md", "templates.md"}  # pages made by tests
 
