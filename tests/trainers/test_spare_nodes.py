@@ -343,7 +343,7 @@ def test_a_launcher_that_the_others_went_on_without_ends(lab: Any, tmp_path: Pat
     durable.create_file(tmp_path / "1.json", checksums.record_text(decision))
     done = launcher(lab, tmp_path, "s1")
     assert (done.returncode, (tmp_path / "ended-s1").read_text()) == (1, "1"), done.stderr
-    assert "s1 was busy for too long: the others go on without it" in done.stdout
+    assert "s1 answered too late: the others go on without it" in done.stdout
 
 
 def test_a_launcher_that_finds_itself_on_none_of_the_nodes_says_so(

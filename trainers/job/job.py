@@ -109,7 +109,7 @@ def _rounds(journal: JobJournal, spec: JobSpec, held: HeldNodes) -> int:
             death = error
         decision = held.agree()
         if decision.nodes and held.here not in (*held.training, *held.spares):
-            print(f"{held.here} was busy for too long: the others go on without it", flush=True)
+            print(f"{held.here} answered too late: the others go on without it", flush=True)
             return 1
         if not decision.nodes and (decision.code != 1 or not (held.trains or decision.lost)):
             return decision.code

@@ -11,13 +11,13 @@ no word of Slurm, which takes minutes to notice a dead node:
     <round>.json    the decision, created exclusively: who trains now, or how the job ended
     ended-<node>    the launcher there has ended, and this is its exit code
 
-A launcher answers when its own ranks end badly, or when another one does. Spare nodes also answer
-when all that train have shown no life for the silence limit of ranks. If all that trained
-answer or have ended, no node was lost: the job ends, and its trainer finds cause and remedy. One
-that is busy, such as with its inputs, is waited for as long as it shows that it lives. Else spare
-nodes take the places of those that did not answer. Each rank that lives stays on its node,
-where its launcher forks or spawns it anew. Where too few spare nodes answer, the job ends, too, and
-is queued again. Called by job.py. Read next: launch.py.
+A launcher answers when its own ranks end badly, or when another one does. Spare ones also answer
+when all that train have shown no life for the silence limit of ranks. If all that trained answer or
+have ended, no node was lost: the job ends, and its trainer finds cause and remedy. One that is
+busy, such as with its inputs, is waited for while it shows life, ten minutes at most. Else spare
+nodes take the places of those that did not answer. Each rank that lives stays on its node, where
+its launcher forks or spawns it anew. Where too few spare nodes answer, the job ends, too, and is
+queued again. Called by job.py. Read next: launch.py.
 """
 
 import itertools
@@ -116,7 +116,7 @@ class HeldNodes:
         threading.Thread(target=give_signs, name="signs of life", daemon=True).start()
 
     def _silent(self, signs: int) -> set[str]:
-        """Return the nodes that missed so many signs of life in a row, while this was called."""
+        """Return the nodes that missed so many signs of life in a row, in calls to this."""
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + silence_limit() / SIGNS
             names = durable.names_in(self._folder)
