@@ -24,7 +24,7 @@ from bench.bfcl import measure, report, rival
 from bench.bfcl.clock import Clock
 from bench.bfcl.prompts import CANDIDATES, ROOT, TEMPERATURES, recipe
 from bench.rivals.environments import version_of
-from cray_agents import Examples
+from cray_agents import Data, Examples
 from cray_agents.cli.iteration_table import LoopScreen
 
 FOLDER = Path(os.environ.get("CRAY_BENCH_FOLDER") or ROOT / "build" / "bench" / "bfcl")
@@ -204,7 +204,8 @@ def learn(kind: str, seed: int) -> None:
     if kind.startswith("examples"):
         few = {"tasks_per_iteration": 4, "sets": 2, "trials": 4} if TINY else {}
         trained = [loop.method] if kind == "examples-rft" else []
-        loop = replace(loop, method=[Examples(iterations=1, **few), *trained])
+        data = loop.data if trained else Data()  # what is trained on has no effect without
+        loop = replace(loop, method=[Examples(iterations=1, **few), *trained], data=data)
     home, done = FOLDER / name, []
     with _platform(home) as loop.platform, LoopScreen(name, 99) as screen:
         clock = Clock(home.with_suffix(".clock"))  # what starts the platform is on no clock
