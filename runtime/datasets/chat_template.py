@@ -50,20 +50,25 @@ _ALIASES = 0x108000  # ... and the control tokens that the template writes
 _PRIVATE = re.compile("[\U00100000-\U0010fffd]")
 
 
+def read_tokenizer(checkpoint: Path) -> Any:
+    """Return a checkpoint's tokenizer, as transformers has it. Raises BadInput."""
+    with importing_much():
+        from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(checkpoint), local_files_only=True, trust_remote_code=False
+        )
+    except _UNREADABLE as error:
+        message = f"no tokenizer can be read from {checkpoint}: {error}"
+        raise BadInput(message, param="tokenizer") from error
+
+
 class ChatTemplate:
     """A checkpoint's tokenizer and chat template. Raises BadInput if the directory lacks them."""
 
     def __init__(self, checkpoint: Path) -> None:
-        with importing_much():
-            from transformers import AutoTokenizer
-
-        try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(
-                str(checkpoint), local_files_only=True, trust_remote_code=False
-            )
-        except _UNREADABLE as error:
-            message = f"no tokenizer can be read from {checkpoint}: {error}"
-            raise BadInput(message, param="tokenizer") from error
+        self.tokenizer: Any = read_tokenizer(checkpoint)
         if not self.tokenizer.chat_template:
             raise BadInput(f"the tokenizer in {checkpoint} has no chat template", param="tokenizer")
         known = inspect.signature(self.tokenizer.apply_chat_template).parameters

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cray_agents.errors import BadInput, NotFound
-from cray_agents.processes import importing_much
 from cray_agents.queries import DatasetRecipe
+from cray_agents.runtime.datasets.chat_template import read_tokenizer
 from cray_agents.runtime.datasets.considered_runs import ConsideredRun
 from cray_agents.runtime.datasets.decontamination import BlockedTexts
 from cray_agents.runtime.datasets.near_duplicates import KeptSamples
@@ -147,16 +147,7 @@ class DocumentTokenizer:
     """A checkpoint's tokenizer for whole texts. Raises BadInput if there is none, or no end."""
 
     def __init__(self, checkpoint: Path) -> None:
-        with importing_much():
-            from transformers import AutoTokenizer
-
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(
-                str(checkpoint), local_files_only=True, trust_remote_code=False
-            )
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            message = f"no tokenizer can be read from {checkpoint}: {error}"
-            raise BadInput(message, param="tokenizer") from error
+        self._tokenizer = read_tokenizer(checkpoint)
         self._end = self._tokenizer.eos_token_id
         if self._end is None:
             raise BadInput(
