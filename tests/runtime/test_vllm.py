@@ -28,7 +28,7 @@ from cray_agents.runtime.vllm_plugins.delta_codec import entries_of
 from cray_agents.runtime.vllm_plugins.wire import HEADER
 from cray_agents.trainers.checkpointing.weight_files import DeltaFile
 from tests.support.import_server import process_of
-from tests.support.strangers import as_stranger, listeners, needs_root, say
+from tests.support.strangers import as_stranger, listeners, needs_root, say, say_everywhere
 from tests.support.unix_servers import socket_of
 from tests.support.vllm_pool import (
     CHAT,
@@ -114,11 +114,10 @@ async def test_another_user_reaches_no_socket_of_vllm_and_harms_none_of_gloo(
     for path in paths:
         assert stat.S_IMODE(Path(path).stat().st_mode) & 0o077 == 0
         assert as_stranger(say, path, b"") == ["refused"]
-    for one in found:
-        if isinstance(one.place, tuple):
-            assert one.place[0] == "127.0.0.1"
-            noise = [b"", b"\0" * 64, os.urandom(4096), b"GET / HTTP/1.1\r\n\r\n"]
-            assert set(as_stranger(say, one.place, *noise)) <= {"", "refused"}
+    ports = [one.place for one in found if isinstance(one.place, tuple)]
+    assert {host for host, _ in ports} == {"127.0.0.1"}
+    noise = [b"", b"\0" * 64, os.urandom(4096), b"GET / HTTP/1.1\r\n\r\n"]
+    assert set(as_stranger(say_everywhere, ports, *noise)) <= {"", "refused"}
     _, sample = await serving.chat("m@1", GREEDY)
     assert sample.token_ids and serving.pool.status()[0]["restarts"] == 0
 

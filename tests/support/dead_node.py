@@ -14,9 +14,10 @@ def kill_node(cluster: PrivateCluster, node: str) -> None:
     steps = {parent_of(pid) for pid in own}
     steps = {pid for pid, words, _ in processes(cluster) if pid in steps and "slurmstepd" in words}
     signal_slurmd(cluster, node, signal.SIGSTOP)
-    for pid in (*steps, *own):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # at once: none does a thing when another dies
+        for pid in (*own, *steps):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
 
 def revive_node(cluster: PrivateCluster, node: str) -> None:

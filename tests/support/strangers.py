@@ -3,6 +3,7 @@
 A child of the test's process changes its user. That needs a test that runs as root.
 """
 
+import itertools
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,7 +118,13 @@ def _become_stranger() -> None:
 
 def say(place: Any, *said: bytes) -> list[str]:
     """What comes back for each of these, each on a connection of its own; "refused"."""
-    return [_say(tuple(place) if isinstance(place, list) else place, each) for each in said]
+    return say_everywhere([place], *said)
+
+
+def say_everywhere(places: list[Any], *said: bytes) -> list[str]:
+    """The same at several places at once, for a silent one is listened to for seconds."""
+    with ThreadPoolExecutor(32) as threads:
+        return list(threads.map(_say, *zip(*itertools.product(places, said), strict=True)))
 
 
 def _say(place: Any, said: bytes) -> str:

@@ -469,6 +469,19 @@ async def test_nothing_is_left_behind(sandbox: Sandbox, tmp_path: Path) -> None:
     assert mark not in _arguments_of_all()
 
 
+def test_what_was_forking_while_the_keeper_looked_is_ended_too() -> None:
+    """A child that its first rounds do not see, as its parent was stopped within fork()."""
+    code = (
+        "import os, sys\nfrom cray_agents.tools.sandbox import keeper\n"
+        "whole, rounds = keeper.descendants, iter(range(2))\n"
+        "def late(pid): return whole(pid)[: -1 if next(rounds, None) is not None else None]\n"
+        "keeper.descendants = late\n"
+        "sys.argv[1:] = [f'{{\"parent\": {os.getppid()}}}', 'bash', '-c', 'sleep 600 & exit 5']\n"
+        "sys.exit(keeper.main())"
+    )
+    assert subprocess.run([PYTHON, "-c", code], timeout=60).returncode == 5
+
+
 def _arguments_of_all() -> str:
     found = []
     for process in Path("/proc").iterdir():

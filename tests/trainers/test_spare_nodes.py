@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ needs_slurm = pytest.mark.skipif(bool(missing_programs()), reason=f"lacks {missi
 
 @dataclass
 class HeldJob:
-    """A job that holds a spare node, and all nodes of its Slurm."""
+    """A job that holds a spare node, and all nodes of its Slurm. Its ranks are held at a step."""
 
     lab: Any
     cluster: PrivateCluster
@@ -79,22 +79,52 @@ class HeldJob:
     def ended(self) -> bool:
         return self.trainer.status(self.journal.job_id).state not in ("queued", "running")
 
+    def hold(self, step: int) -> None:
+        """Stop the ranks soon after a step: the host may be too busy for the test to keep up."""
+        wait_until(lambda: self.journal.step >= step, self.journal.log_tail, 400)
+        for pid in self._ranks():
+            os.kill(pid, signal.SIGSTOP)
+        assert self.journal.step < self.journal.spec().hyperparameters.steps
+
+    def await_spare(self) -> None:
+        self.wait(lambda: "waits as a spare node" in self.journal.log_tail(), "a spare node")
+
+    def release(self) -> None:
+        """Let the ranks that live go on."""
+        for pid in self._ranks():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    def kill(self, *nodes: str) -> None:
+        """Kill nodes, while the ranks are held."""
+        for node in nodes:
+            kill_node(self.cluster, node)
+        self.release()
+
     def reach(self, step: int) -> bool:
         """Wait for a step, with the trainer watching; return False if the job has ended first."""
         self.wait(lambda: self.journal.step >= step or self.ended(), f"step {step}")
         return not self.ended()
 
     def wait(self, what: Callable[[], Any], why: str) -> None:
-        wait_until(what, lambda: f"{why}\n{self.journal.log_tail()}", 600)
+        wait_until(what, lambda: f"{why}\n{self.journal.log_tail()}", 400)
 
     def launchers(self) -> dict[str, int]:
         """The launchers' processes by node."""
-        mine = {
+        mine = self._pythons()
+        return {node: pid for pid, node in mine.items() if parent_of(pid) not in mine}
+
+    def _ranks(self) -> list[int]:
+        mine = self._pythons()
+        return [pid for pid in mine if parent_of(pid) in mine]
+
+    def _pythons(self) -> dict[int, str]:
+        """The nodes of the launchers and ranks, by process."""
+        return {
             pid: next(node for node in NODES if on(node, variables))
             for pid, words, variables in processes(self.cluster)
             if str(self.journal.folder) in words and not words.startswith("srun")
         }
-        return {node: pid for pid, node in mine.items() if parent_of(pid) not in mine}
 
     def check(self, undisturbed: list[float]) -> None:
         status = self.trainer.status(self.journal.job_id)
@@ -118,13 +148,13 @@ def held_job(
         trainer = MegatronTrainer(lab.home, scheduler, Resources(nodes=nodes), failures=patient)
         trainer.submit(spec)
         job = HeldJob(lab, cluster, scheduler, trainer, JobJournal(lab.home, spec.id))
-        job.wait(lambda: "waits as a spare node" in job.journal.log_tail(), "a spare node")
-        job.reach(12)
+        job.hold(12)
         yield job
 
 
-def spec_of(lab: Any, steps: int = 120, nodes: int = 2) -> JobSpec:
+def spec_of(lab: Any, nodes: int = 2) -> JobSpec:
     lab.dataset()
+    steps = {1: 190, 2: 200}[nodes]  # a layout is not part of the id
     spec: JobSpec = lab.spec(
         "qwen3", layout={"data": nodes}, hyper={"steps": steps}, save_every=5, spare_nodes=1
     )
@@ -147,9 +177,10 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(
     lab: Any, tmp_path: Path, losses: list[float], node: str
 ) -> None:
     with held_job(lab, tmp_path, spec_of(lab)) as job:
+        job.await_spare()
         before = job.launchers()
         assert sorted(before) == NODES
-        kill_node(job.cluster, node)
+        job.kill(node)
         job.wait(lambda: job.journal.attempts == 2 or job.ended(), "the next attempt")
         del before[node]
         assert job.launchers() == before  # they keep their processes
@@ -169,9 +200,9 @@ def test_a_spare_node_goes_on_alone_where_the_only_one_that_trains_is_lost(
     lab: Any, tmp_path: Path, shared_lab: Any, undisturbed_job: Any
 ) -> None:
     """The batch script is lost with it, so nobody tells the spare node."""
-    undisturbed = undisturbed_job(spec_of(shared_lab, 100, nodes=1)).losses
-    with held_job(lab, tmp_path, spec_of(lab, 100, nodes=1), silence=60) as job:
-        kill_node(job.cluster, NODES[0])
+    undisturbed = undisturbed_job(spec_of(shared_lab, nodes=1)).losses
+    with held_job(lab, tmp_path, spec_of(lab, nodes=1), silence=60) as job:
+        job.kill(NODES[0])
         job.wait(job.ended, "the end")
         job.check(undisturbed)
         assert job.counts == (2, 1)
@@ -187,8 +218,8 @@ def test_where_the_spare_node_is_dead_too_the_job_is_queued_again(
     lab: Any, tmp_path: Path, losses: list[float]
 ) -> None:
     with held_job(lab, tmp_path, spec_of(lab)) as job:
-        for node in (NODES[2], NODES[1]):
-            kill_node(job.cluster, node)
+        job.await_spare()
+        job.kill(NODES[2], NODES[1])
         told = "127.0.0.2 was lost, and no spare node is left in its place"
         job.wait(lambda: job.ended() or told in job.journal.log.read_text(), "that it is told")
         for node in (NODES[2], NODES[1]):
@@ -210,6 +241,8 @@ def test_nodes_killed_again_and_again_change_no_loss(
     def begin(folder: Path, chance: random.Random) -> Iterator[HeldJob]:
         own = type(lab)(Home(folder / "home"), lab.models)
         with held_job(own, folder, spec_of(own)) as job:
+            job.await_spare()
+            job.release()
             yield job
 
     def disturb(job: HeldJob, chance: random.Random, most: int) -> Counter[str]:

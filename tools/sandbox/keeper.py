@@ -103,19 +103,28 @@ def reap(child: int) -> int | None:
 
 
 def end_all() -> None:
-    """Stop and then kill every descendant. A stopped one cannot fork faster than this search."""
-    stopped: set[int] = set()
-    while fresh := set(descendants(os.getpid())) - stopped:
-        for pid in fresh:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGSTOP)
-        stopped |= fresh
-    for pid in stopped:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    """Stop and then kill every descendant, until none is left.
+
+    A stopped one cannot fork faster than this search; one that was already forking or ending when
+    it was stopped leaves a child that only the next round sees.
+    """
     with contextlib.suppress(ChildProcessError):
         while True:
-            os.waitpid(-1, 0)
+            stopped: set[int] = set()
+            while fresh := set(descendants(os.getpid())) - stopped:
+                send(signal.SIGSTOP, fresh)
+                stopped |= fresh
+            send(signal.SIGKILL, stopped)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            signal.sigtimedwait({signal.SIGCHLD}, 0.01)
+
+
+def send(number: signal.Signals, pids: set[int]) -> None:
+    """Send a signal to processes, as far as they exist."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def descendants(pid: int) -> list[int]:
