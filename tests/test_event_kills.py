@@ -62,7 +62,7 @@ class Sender:
             head = {"content-type": "application/json", **headers}
             request = urllib.request.Request(self.url + path, orjson.dumps(body), head)
             try:
-                with urllib.request.urlopen(request, timeout=10) as response:
+                with urllib.request.urlopen(request, timeout=120) as response:
                     return orjson.loads(response.read())
             except urllib.error.HTTPError as error:
                 assert error.code == 503, error.read()

@@ -214,7 +214,7 @@ def test_following_goes_through_a_kill_and_a_restart(root: Root) -> None:
             log.write("ne\n")
         journal.write_status(JobStatus(id=journal.job_id, state="succeeded", step=4, steps=4))
         journal.event("succeeded", checkpoint="job-x")
-        rest = process.communicate(timeout=30)
+        rest = process.communicate(timeout=120)
     assert sorted(words.split("  ")[-1] for words in rest[0].splitlines()) == [
         "succeeded: checkpoint job-x",
         "│ half a line",
@@ -240,7 +240,7 @@ def test_following_says_by_its_exit_that_a_job_did_not_succeed(root: Root, how: 
         else:
             status = JobStatus(id=journal.job_id, state="failed", steps=4, error="rank 0 died")
             journal.write_status(status)
-        _, told = process.communicate(timeout=30)
+        _, told = process.communicate(timeout=120)
     assert process.returncode == 1
     assert ("rank 0 died" if how == "failed" else "cancelled") in " ".join(told.split())
 

@@ -112,7 +112,7 @@ def gateways(url: str, count: int) -> set[int]:
     while len(found) < count:
         assert time.monotonic() < deadline, found
         with suppress(ConnectionError, urllib.error.URLError):  # of one that was just killed
-            with urllib.request.urlopen(f"{url}/metrics", timeout=20) as answer:
+            with urllib.request.urlopen(f"{url}/metrics", timeout=120) as answer:
                 label = answer.read().decode().partition('gateway="')[2].partition('"')[0]
             pid = int(label.rpartition(":")[2])
             found |= {pid} if alive(pid) else set()

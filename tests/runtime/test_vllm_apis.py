@@ -417,7 +417,7 @@ async def test_a_stream_that_is_left_is_recorded_and_ends_in_vllm(
     )
     assert call.prompt_token_ids and 3 < len(call.token_ids) < 900
     assert len(call.logprobs) == len(call.token_ids)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while await running(gateway):  # noqa: ASYNC110 - vLLM tells nobody
             await asyncio.sleep(0.05)
     if path == CHAT:  # what was told of is what came
@@ -434,7 +434,7 @@ async def test_an_answer_that_is_left_ends_in_vllm(gateway: Gateway) -> None:
     asking = asyncio.create_task(
         gateway.ask(USER, path=path, ignore_eos=True, seed=8, max_tokens=900)
     )
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not await running(gateway):  # noqa: ASYNC110 - vLLM tells nobody
             await asyncio.sleep(0.01)
         asking.cancel()

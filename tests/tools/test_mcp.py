@@ -66,7 +66,7 @@ agent = Agent(name="a", tools=[noisy], engine=ScriptedEngine([tool_call("noisy")
 
 @pytest.fixture(scope="module")
 def stdio() -> Iterator[McpTools]:
-    with McpTools(command=COMMAND, timeout=20) as server:
+    with McpTools(command=COMMAND, timeout=120) as server:
         yield server
 
 
@@ -451,7 +451,7 @@ def test_an_agent_as_a_server_over_http_for_another_agent(agent_file: Path) -> N
             connection.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 100_000)
             assert connection.recv(100).startswith(b"HTTP/1.1 400 ")  # an endless head
         process.send_signal(signal.SIGINT)
-        process.wait(20)
+        process.wait(120)
     finally:
         process.kill()
         process.wait()

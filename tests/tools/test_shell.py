@@ -15,7 +15,7 @@ from cray_agents.tools.shell import ShellSession, shell_tool
 
 
 async def test_a_command() -> None:
-    shell = shell_tool(Sandbox(seconds=20))
+    shell = shell_tool(Sandbox(seconds=120))
     assert await shell("echo out; echo err >&2; exit 3") == "out\nerr\n[exit status 3]"
     assert await shell("touch a && ls") == "a"
     assert await shell("ls | wc -l; true") == "0"
@@ -23,7 +23,7 @@ async def test_a_command() -> None:
 
 
 async def test_a_folder_that_is_given(tmp_path: Path) -> None:
-    shell = shell_tool(Sandbox(seconds=20), workdir=tmp_path)
+    shell = shell_tool(Sandbox(seconds=120), workdir=tmp_path)
     await shell("echo x > a")
     assert await shell("cat a; pwd") == f"x\n{tmp_path}"
     assert (tmp_path / "a").read_text() == "x\n"
