@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,8 @@ def containers(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def parsed(argv: list[str]) -> dict[str, Any]:
     """The options of a command line of ours, by our own parser."""
     assert argv[0] == "cray-agents"
-    command, words, context = typer.main.get_command(app), argv[1:], None
+    command: Any = typer.main.get_command(app)
+    words, context = argv[1:], None
     while True:
         context = command.make_context(command.name, [*words], parent=context)
         if not hasattr(command, "commands"):
@@ -307,7 +308,7 @@ def test_the_pods_commands_serve(tmp_path: Path) -> None:
             if "ports" not in one:
                 assert process.wait() == 0
                 continue
-            wait_until(lambda port=port: ask(port, "/health/live") == 200)
+            assert wait_until(partial(ask, port, "/health/live")) == 200
             answers = [ask(port, "/metrics", key) for key in ("", "metrics", "admin")]
             assert answers == [401, 200, 200]
             running.append((process, port))
