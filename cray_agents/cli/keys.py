@@ -6,12 +6,14 @@ a second.
 
 import json
 import socket
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from cray_agents.cli.options import Commands, given
 from cray_agents.cli.screen import note, open_root, root, say, settings, show, user, when
+from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 
 ReasonOption = Annotated[str, typer.Option(help="The reason, for the audit log.")]
@@ -29,13 +31,30 @@ def create(
         ),
     ] = "use",
     reason: ReasonOption = "",
+    secret_file: Annotated[
+        Path | None, typer.Option(help="A file with its secret; a key that has it already stays.")
+    ] = None,
 ) -> None:
-    """Make a key. Its secret is shown now and never again."""
+    """Make a key. Its secret is shown now and never again; one from a file is not shown."""
     from cray_agents.runtime.gateway.http.api_keys import Keys, role_named
 
-    opened = open_root(settings(), new=True)
-    record, secret = Keys(opened).create(name, role_named(role))
+    opened, wanted = open_root(settings(), new=True), role_named(role)
+    keys, named = Keys(opened), _read_secret(secret_file)
+    if named is not None and (found := keys.find(named)) is not None:
+        had, revoked = found
+        if had.role != wanted:
+            raise BadInput(
+                f"the key {had.name} has this secret, with the role {had.role.name}: revoke it,"
+                " and give another secret",
+                param="secret_file",
+            )
+        say(f"the key {had.name} has this secret {'and was revoked' if revoked else 'already'}")
+        return
+    record, secret = keys.create(name, wanted, named)
     _note(opened, f"keys create --role {role}", record.id, name, reason)
+    if named is not None:
+        say(f"made the key {name} ({role})")
+        return
     if given().json:
         print(json.dumps({**record.model_dump(mode="json"), "secret": secret}))
         return
@@ -79,6 +98,13 @@ def revoke(
     for record in Keys(opened).revoke(key):
         _note(opened, "keys revoke", record.id, record.name, reason)
         say(f"revoked {record.name} ({record.id})")
+
+
+def _read_secret(file: Path | None) -> str | None:
+    try:
+        return None if file is None else file.read_text().strip()
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{file} cannot be read as a secret: {error}", param="secret_file") from None
 
 
 def _note(home: Home, action: str, key: str, name: str, reason: str) -> None:

@@ -45,6 +45,36 @@ def test_create_list_revoke(tmp_path: Path) -> None:
         assert known not in listed + table
 
 
+def test_a_secret_of_a_file(tmp_path: Path) -> None:
+    """It is given once: not to a second key, and not again after it was revoked."""
+    keys, file, short = Keys(Home(tmp_path / "home")), tmp_path / "secret", tmp_path / "short"
+    file.write_text(f"sk-cray-{'a1_-' * 12}\n")
+    short.write_text("sk-cray-1234")
+
+    def create(name: str, path: Path, *words: str) -> Any:
+        words = (
+            "create",
+            name,
+            "--secret-file",
+            str(path),
+            *words,
+            "--home",
+            str(tmp_path / "home"),
+        )
+        return cli("keys", *words, cwd=tmp_path)
+
+    made, again = create("ann", file), create("bob", file)
+    assert made.returncode == again.returncode == 0 and "ann has this secret" in again.stdout
+    assert file.read_text().strip() not in made.stdout + made.stderr
+    assert [record.name for record, _ in keys.list()] == ["ann"]
+    assert keys.check(file.read_text().strip()).role == Role.use
+    refused(create("ann", file, "--role", "admin"), "the role use")
+    refused(create("eve", short), "40 random letters")
+    refused(create("eve", tmp_path / "none"), "cannot be read")
+    keys.revoke("ann")
+    assert "was revoked" in create("ann", file).stdout and not Keys(Home(tmp_path / "home")).working
+
+
 def test_mistakes_are_told(tmp_path: Path) -> None:
     Home(tmp_path).segments.mkdir()
     for words, said in (

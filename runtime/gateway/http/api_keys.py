@@ -30,6 +30,7 @@ NO_KEY = "none"  # as a name: requests without a key
 PLATFORM_ID = "platform"  # in the place of a key's id: the platform's own commands and processes
 REFRESH_INTERVAL = 0.5  # until a key that another process made or revoked is noticed
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
+SECRET = re.compile(rf"{PREFIX}[A-Za-z0-9_-]{{40,200}}")
 _RECORD = ".json"
 
 log = logging.getLogger(__name__)
@@ -105,10 +106,13 @@ class Keys:
         self._live: dict[str, KeyRecord] = {}  # by the secret's hash
         self._read_at = float("-inf")
 
-    def create(self, name: str, role: Role = Role.use) -> tuple[KeyRecord, str]:
+    def create(
+        self, name: str, role: Role = Role.use, secret: str | None = None
+    ) -> tuple[KeyRecord, str]:
         """Make a key. Return it and its secret, which is stored nowhere.
 
-        Raises BadInput for an invalid name, or one that a working key has.
+        `secret`: one that was made elsewhere, at random. Raises BadInput if it is too short, and
+        for an invalid name, or one that a working key has.
         """
         if not NAME.fullmatch(name):
             raise BadInput(
@@ -116,13 +120,22 @@ class Keys:
             )
         if any(record.name == name and not ended for record, ended in self.list()):
             raise BadInput(f"there is a key {name!r}: revoke it, or choose another", param="name")
-        secret = PREFIX + secrets.token_urlsafe(32)
+        secret = PREFIX + secrets.token_urlsafe(32) if secret is None else secret
+        if not SECRET.fullmatch(secret):
+            raise BadInput(
+                f"a secret is {PREFIX} and 40 random letters, digits, '_' or '-', or more",
+                param="secret_file",
+            )
         record = KeyRecord(id=new_id("key"), name=name, role=role, sha256=_hash(secret))
         data = checksums.with_crc(orjson.dumps(record.model_dump(mode="json"))) + b"\n"
         if not durable.create_file(self._folder / f"{record.id}.json", data):
             raise StoreError(f"{self._folder / record.id}.json exists: try again")
         self._read_at = float("-inf")
         return record, secret
+
+    def find(self, secret: str) -> tuple[KeyRecord, bool] | None:
+        """Return the key that was made with this secret, and whether it was revoked."""
+        return next((pair for pair in self.list() if pair[0].sha256 == _hash(secret)), None)
 
     def revoke(self, id_or_name: str) -> Sequence[KeyRecord]:
         """End the key of that id, or every key of that name, and return them; idempotent.
