@@ -68,6 +68,7 @@ replicas as Slurm jobs | | runtime/slurm_replicas up_replicas |
 replicas that come and go | runtime/scaling | cray_agents/preemption runtime/warm_replicas |
 several gateways, standbys | runtime/further_gateways standby | cluster_faults |
 jobs of a site's Slurm | | runtime/slurm runtime/schedulers |
+preflight of a machine and a cluster | cray_agents/preflight | cray_agents/preflight |
 a store that survives kills | store_kills event_kills | |
 damage that is noticed | bit_flips | |
 datasets | runtime/datasets/dataset_building runtime/datasets/dataset_samples | |
