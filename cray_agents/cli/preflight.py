@@ -2,12 +2,11 @@
 
 A check is a row of doctor.py. What it looks at are programs on PATH, /proc, /sys and /dev below
 `Node.host`, and the shared root. For a cluster a job starts `main` on each node with room, in a
-step of its own. A node writes its rows to a folder of the shared root. Then doctor and the nodes
-answer each other in files there:
+step of its own. Nodes write their rows to a folder of the shared root, and answer doctor there:
 
     new        doctor makes a file; a node says when it saw it: the delay, and the node's clock
     changed    doctor replaces a file that the nodes have read; none may see half of it
-    race       all nodes claim the same names at once, and each name must have one winner
+    race       all nodes claim the same names, half of them taken here: each must have one winner
     sum        the nodes add numbers by NCCL, or by gloo without GPUs: the trainer's own check
 
 None of it was run on a GPU or on a fabric.
@@ -87,10 +86,9 @@ COUNTERS = (
     *("local_link_integrity_errors", "excessive_buffer_overrun_errors"),
     *("packet_seq_err", "local_ack_timeout_err", "rnr_nak_retry_err"),
 )
-SHM_GIB = 1
 SCRIPTS = ("Prolog", "TaskProlog", "Epilog", "TaskEpilog")
-SLOW_MB, SLOW_MS = 200, 50.0  # a second; of a small durable file
-SKEW_WARNING, SKEW_FAILURE = 1.0, 10.0  # seconds; the health gate's
+SHM_GIB, SLOW_MB, SLOW_MS = 1, 200, 50.0  # GiB; MB/s; ms of a small durable file
+SKEW_WARNING = 1.0  # seconds; the health gate refuses more
 GRACE_SECONDS = 30  # that a job needs at least to save
 QUEUE_SECONDS, REPORT_SECONDS, ANSWER_SECONDS, SUM_SECONDS = 600.0, 600.0, 60.0, 180.0
 KINDS: tuple[JobKind, ...] = ("training", "session", "replica")
@@ -250,8 +248,7 @@ def libraries(node: Node) -> Iterator[Row]:
     yield judge("CUDA", good, said.get("why", found))
     yield judge("NCCL", "nccl" in said, said.get("nccl", "not usable"))
     te, why = said.get("te", ""), said.get("te_why", "")
-    found = te or why or "not installed"
-    yield check("Transformer Engine", bool(te), found, INSTALL_TE, required=bool(why))
+    yield check("Transformer Engine", bool(te), te or why or "none", INSTALL_TE, required=bool(why))
 
 
 # ---- the fabric
@@ -321,10 +318,9 @@ def container(node: Node) -> Iterator[Row]:
         said = inside or f"none in [job]; installed: {', '.join(found) or 'none'}"
         yield judge("container runtime", True, said)
         return
-    argv = ("srun", "--help") if chosen.runtime == "pyxis" else ("apptainer", "--version")
-    text, why = ask(*argv)
-    if chosen.runtime == "pyxis" and "--container-image" not in text:
-        why = why or "srun has no --container-image"
+    pyxis, option = chosen.runtime == "pyxis", "--container-image"
+    text, why = ask(*(("srun", "--help") if pyxis else ("apptainer", "--version")))
+    why = why or f"srun has no {option}" * (pyxis and option not in text)
     yield judge("container runtime", not why, why or chosen.runtime)
     there = not chosen.image.startswith("/") or Path(chosen.image).exists()
     yield judge("container image", there, chosen.image)
@@ -383,8 +379,8 @@ def check_slurm(config: Config, slurm: Slurm) -> Iterator[Row]:
     options = [option for kind in KINDS for option in slurm.partition(kind) or ["--partition="]]
     for name in sorted({option.partition("=")[2] or "".join(default) for option in options}):
         row = partitions.get(name, {})
-        said = [f"{key} {row[key]}" for key in ("State", "MaxTime", "MaxNodes") if key in row]
-        yield judge("partition", row.get("State") == "UP", f"{name}: {', '.join(said) or 'none'}")
+        facts = [f"{key} {row[key]}" for key in ("State", "MaxTime", "MaxNodes") if key in row]
+        yield judge("partition", row.get("State") == "UP", f"{name}: {', '.join(facts) or 'none'}")
         mode, grace = row.get("PreemptMode", "OFF"), row.get("GraceTime", "0")
         preempts = found.get("PreemptType", "preempt/none") != "preempt/none" and mode != "OFF"
         brief = not grace.isdecimal() or int(grace) < GRACE_SECONDS
@@ -415,31 +411,30 @@ def tell(folder: Path, kind: str, who: str, said: Any) -> None:
 
 def hear(
     folder: Path, kind: str, names: Iterable[str], seconds: float,
-    going: Callable[[], bool] = lambda: True,
+    going: Callable[[], set[str]] = lambda: {DOCTOR},
 ) -> dict[str, tuple[float, Any]]:  # fmt: skip
     """Return what each says, and when it was seen here (unix seconds).
 
-    Those that say nothing are left out, after `seconds` or when the job is no longer `going`.
+    Those that say nothing are left out, after `seconds` or when they are no longer `going`.
     """
     heard: dict[str, tuple[float, Any]] = {}
-    files, deadline = {f"{kind}.{name}.json": name for name in names}, time.monotonic() + seconds
-    while len(heard) < len(files):
-        last = not going() or time.monotonic() > deadline
+    files, deadline = {name: f"{kind}.{name}.json" for name in names}, time.monotonic() + seconds
+    while True:
+        alive = going() if time.monotonic() < deadline else set()
         present = durable.names_in(folder)
-        for file, name in files.items():
-            if file in present and name not in heard:
-                now = time.time()
-                with suppress(OSError, Corrupt):  # not seen whole yet
-                    heard[name] = now, checksums.read_json(folder / file)["said"]
-        if last:
-            break
+        for name in [name for name, file in files.items() if file in present]:
+            now = time.time()
+            with suppress(OSError, Corrupt):  # not seen whole yet
+                heard[name] = now, checksums.read_json(folder / files[name])["said"]
+                del files[name]
+        if not alive.intersection(files):
+            return heard
         time.sleep(POLL)
-    return heard
 
 
 def main(folder: Path) -> None:
     """Check this node for `doctor --cluster`, then answer it."""
-    from cray_agents.trainers.job.failures.health_gate import claim, sum_over_nodes
+    from cray_agents.trainers.job.failures.health_gate import claim_names, sum_over_nodes
     from cray_agents.trainers.job.failures.rank_monitor import node_name
 
     spec, me = checksums.read_json(folder / "spec.json"), node_name()
@@ -449,9 +444,7 @@ def main(folder: Path) -> None:
         (folder / "value.json").read_bytes()  # so that an old copy of it may be kept
         tell(folder, "new", me, seen)
     tell(folder, "changed", me, watch_change(folder / "value.json"))
-    won = [f"O_EXCL {n}" for n in range(RACES) if claim(folder / f"claim-{n}")]
-    won += [f"link {n}" for n in range(RACES) if durable.create_file(folder / f"link-{n}", b"1")]
-    tell(folder, "race", me, won)
+    tell(folder, "race", me, claim_names(folder, RACES))
     for _, names in hear(folder, "sum", [DOCTOR], 3 * ANSWER_SECONDS).values():
         if me in names:
             try:
@@ -507,18 +500,21 @@ def check_cluster(config: Config) -> list[Row]:
         name=folder.name.strip("."), argv=python("-m", __name__, str(folder)), ranks=ranks,
         directory=str(folder), log=str(folder / "log.txt"), gpus=bool(gpus), minutes=MINUTES,
         spare_nodes=len(names) - 1, slurm_options=[f"--nodelist={','.join(names)}"])  # fmt: skip
+    ledger = home.slurm / LEDGER / command.name
     try:
         with errors.status(f"checking {len(names)} nodes"):
             slurm.submit(command)
-            rows += follow(slurm, command, names, config.lease_seconds)
+            rows += follow(slurm, command, names, config.lease_seconds, ledger)
     finally:
         slurm.cancel(command.name)
         durable.remove(folder)
-        durable.remove(home.slurm / LEDGER / command.name)
+        durable.remove(ledger)
     return rows
 
 
-def follow(slurm: Slurm, command: Command, names: Sequence[str], lease: float) -> Iterator[Row]:
+def follow(
+    slurm: Slurm, command: Command, names: Sequence[str], lease: float, ledger: Path
+) -> Iterator[Row]:
     """Yield the rows that nodes report as the job runs, then those of what they answer."""
     deadline = time.monotonic() + QUEUE_SECONDS
     while (status := slurm.status(command.name)).state == "queued":
@@ -528,10 +524,11 @@ def follow(slurm: Slurm, command: Command, names: Sequence[str], lease: float) -
             return
         time.sleep(1)
 
-    def going() -> bool:
-        return slurm.status(command.name).state == "running"
-
     folder, log = Path(command.directory), Path(command.log)
+
+    def going() -> set[str]:  # the batch script notes whose step has ended
+        left = {path.name[len("left-") :] for path in ledger.glob("*.nodes/left-*")}
+        return set(names) - left if slurm.status(command.name).state == "running" else set()
 
     def silence(name: str) -> Row:
         end = log.read_text(errors="replace")[-300:] if log.exists() else "it has no log"
@@ -545,9 +542,11 @@ def follow(slurm: Slurm, command: Command, names: Sequence[str], lease: float) -
 
 def talk(
     folder: Path, names: Sequence[str], lease: float,
-    going: Callable[[], bool], silence: Callable[[str], Row],
+    going: Callable[[], set[str]], silence: Callable[[str], Row],
 ) -> Iterator[Row]:  # fmt: skip
     """Yield the rows of what goes between the nodes and here: this module's first lines."""
+    from cray_agents.trainers.job.failures.health_gate import SKEW_SECONDS, claim_names
+
     durable.write_file(folder / "value.json", checksums.with_crc(canonical({"value": 1})))
     began = time.time()
     tell(folder, "new", DOCTOR, "")
@@ -556,15 +555,16 @@ def talk(
         yield at(name, judge_delay("a new file", now - began, lease))
         skew, doubt = clock - (now + began) / 2, (now - began) / 2
         said, far = f"{skew:+.2f} s from here, give or take {doubt:.2f}", abs(skew) - doubt
-        row = judge("clock", far < SKEW_WARNING, said, required=far > SKEW_FAILURE)
+        row = judge("clock", far < SKEW_WARNING, said, required=far > SKEW_SECONDS)
         yield at(name, row)
+    won = {"this host": claim_names(folder, RACES // 2)}  # which no node may win now
     durable.replace_file(folder / "value.json", checksums.with_crc(canonical({"value": 2})))
     began = time.time()
     for name, (now, said) in hear(folder, "changed", seen, 2 * ANSWER_SECONDS, going).items():
         row = judge_delay("a changed file", now - began, lease)
         yield at(name, judge("a changed file", False, said) if said else row)
     raced = hear(folder, "race", seen, ANSWER_SECONDS, going)
-    yield judge_race({name: won for name, (_, won) in raced.items()})
+    yield judge_race(won | {name: claims for name, (_, claims) in raced.items()})
     yield from (silence(name) for name in names if name not in raced)
     if len(raced) > 1:
         tell(folder, "sum", DOCTOR, sorted(raced))

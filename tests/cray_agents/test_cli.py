@@ -136,8 +136,7 @@ def test_doctor_says_which_gpus_serve_and_train(tmp_path: Path) -> None:
     assert named["training"]["found"].startswith("2 ranks on a node of 2 x H100")
     twice = rows(CUDA_VISIBLE_DEVICES="4,4")
     assert (
-        twice["GPUs"]["state"] == "fail"
-        and "name each GPU once" in (twice["GPUs"]["to mend it"])
+        twice["GPUs"]["state"] == "fail" and "name each GPU once" in (twice["GPUs"]["to mend it"])
     )
     assert "GPUs" not in rows(CUDA_VISIBLE_DEVICES="")
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from cray_agents.cli import preflight
+from cray_agents.cli.doctor import check, together
 from cray_agents.cli.preflight import Node, check_node, check_slurm, describe_topology
 from cray_agents.config import Config
 from cray_agents.config.job_section import JobContainer, JobSettings
@@ -35,7 +36,7 @@ NIC0\tPIX\tNODE\t X
 Legend:
 """
 TOPOLOGY_WELL = TOPOLOGY.replace("NODE", "PXB")
-SCRIPT = '#!/bin/sh\ncase "$*" in\n{}\nesac\n'
+SCRIPT = '#!/bin/sh\nFILES=${{0%/*}}/..\ncase "$*" in\n{}\nesac\n'
 TORCH = """
 from types import SimpleNamespace as Of
 __version__, version = "2.13", Of(cuda="13.0")
@@ -61,7 +62,7 @@ WELL = {
         '*partition) cat "$FILES/partition" ;;'
     ),
     "bin/sinfo": SCRIPT.format('*) cat "$FILES/nodes" ;;'),
-    "bin/sbatch": '#!/bin/sh\ncd "$FILES"; cat > script; cat refusal >&2; test ! -s refusal',
+    "bin/sbatch": '#!/bin/sh\ncd "${0%/*}/.."; cat > script; cat refusal >&2; test ! -s refusal',
     "bin/apptainer": "#!/bin/sh\necho apptainer version 1.4",
     "bin/srun": "#!/bin/sh\necho --container-image=[USER@]IMAGE",
     "query": "NVIDIA H200, 580.95.05\n" * 2,
@@ -91,7 +92,6 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     """A node of two H200 and two ports, all of it well."""
     write(tmp_path, WELL)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
-    monkeypatch.setenv("FILES", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     container = JobContainer(runtime="apptainer", image=str(tmp_path / "image.sif"))
@@ -185,7 +185,14 @@ def test_other_faults_of_a_node(node: Node, tmp_path: Path, monkeypatch: Any) ->
     write(tmp_path, {"bin/srun": "#!/bin/sh\necho --gres"})
     [runtime, _] = preflight.container(replace(node, job=pyxis))
     assert runtime["found"] == "srun has no --container-image" and "pyxis" in runtime["to mend it"]
-    assert "NVLink" in describe_topology(TOPOLOGY_WELL.replace("NV18", "SYS", 1))[1]
+    matrix = (
+        "\tGPU0\tGPU1\tGPU2",
+        "GPU0\tX\tNV18\tSYS",
+        "GPU1\tNV18\tX\tNV18",
+        "GPU2\tSYS\tNV18\tX",
+    )
+    said, odd = describe_topology("\n".join(matrix))
+    assert (said, odd) == ("2 x NV18, 1 x SYS", "GPU0 and GPU2 are linked by SYS, not NVLink")
     no_port = replace(node, host=tmp_path / "empty")
     assert [row["state"] for row in preflight.fabric(no_port)] == ["fail"]  # [job] names ucx
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -195,7 +202,7 @@ def test_other_faults_of_a_node(node: Node, tmp_path: Path, monkeypatch: Any) ->
 
 
 def test_counters_that_grow_meanwhile_fail(node: Node, tmp_path: Path) -> None:
-    grows = f"echo 9 > {tmp_path}/{PORT.format(0)}/counters/symbol_error; cat $FILES/ping"
+    grows = f"echo 9 > {tmp_path}/{PORT.format(0)}/counters/symbol_error; cat {tmp_path}/ping"
     write(tmp_path, {"bin/scontrol": f"#!/bin/sh\n{grows}"})
     rows = [row for row in check_node(node) if row["check"] == "fabric counters"]
     assert ("fail", "mlx5_0:1 symbol_error grew by 9 meanwhile") in [
@@ -206,6 +213,7 @@ def test_counters_that_grow_meanwhile_fail(node: Node, tmp_path: Path) -> None:
 ROWS = """
 import json, os, sys
 from pathlib import Path
+from cray_agents.cli.doctor import check, together
 from cray_agents.cli.preflight import Node, shared_memory, shared_root
 from cray_agents.config.job_section import JobSettings
 for what in sys.argv[2:]:
@@ -282,8 +290,11 @@ def test_a_fault_of_a_site_is_named(
     assert "#SBATCH --gpus-per-node=2" in (tmp_path / "script").read_text()
 
 
-def test_options_and_a_site_that_is_missing_are_told(tmp_path: Path) -> None:
+def test_options_several_nodes_and_a_missing_site(tmp_path: Path) -> None:
     refused(cli("doctor", "--node", "--cluster", cwd=tmp_path), "leave one of them out")
+    told = [{"node": f"n{n}", **check("driver", True, str(n % 2), "")} for n in range(5)]
+    [merged] = together([*told])
+    assert (merged["node"], merged["found"]) == ("n0, n1, n2 and 2 more", "0; 1")
     away = cli("doctor", "--cluster", cwd=tmp_path, SLURM_CONF="/nowhere/slurm.conf")
     refused(away, "no Slurm controller answers", "--node")
 
@@ -299,7 +310,8 @@ def test_a_cluster_is_checked_by_a_job_on_its_nodes(tmp_path: Path, broken_node:
     def rows(**broken: str) -> dict[tuple[str, str], dict[str, str]]:
         job = json.dumps({"cpu_bind": "none", "environment": broken})
         done = cli("doctor", "--cluster", "--json", "--home", tmp_path / "root", cwd=tmp_path,
-                   SLURM_CONF=str(cluster.configuration), CRAY_AGENTS_JOB=job)  # fmt: skip
+                   SLURM_CONF=str(cluster.configuration), CRAY_AGENTS_JOB=job,
+                   CRAY_AGENTS_TRAIN_RANKS="1")  # fmt: skip
         assert done.stdout, done.stderr
         said = json.loads(done.stdout)
         failed = any(row["state"] == "fail" for row in said)
@@ -324,7 +336,7 @@ def test_a_cluster_is_checked_by_a_job_on_its_nodes(tmp_path: Path, broken_node:
                           ("", "claims of one name")}, ill  # fmt: skip
         assert ill[second, "clock"]["found"].startswith("+60.")
         assert "cannot start on this node" in ill[third, "an answer"]["found"]
-        assert f"by {first} and {second}" in ill["", "claims of one name"]["found"]
+        assert f"O_EXCL 0 by this host and {first}" in ill["", "claims of one name"]["found"]
         assert not list((tmp_path / "root").glob(".preflight*"))
     finally:
         cluster.close()

@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -94,6 +95,16 @@ def claim(path: Path) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def claim_names(folder: Path, count: int) -> list[str]:
+    """Claim names that other hosts claim too, by O_EXCL and by link; return those that were won."""
+    won = []
+    for number in range(count):
+        with suppress(OSError):
+            won += [f"O_EXCL {number}"] * claim(folder / f"claim-{number}")
+            won += [f"link {number}"] * durable.create_file(folder / f"link-{number}", b"1")
+    return won
 
 
 def _publish(target: Path) -> bool:
