@@ -242,7 +242,7 @@ def libraries(node: Node) -> Iterator[Row]:
     from cray_agents.trainers.models.layer_choice import INSTALL_TE
 
     text, why = ask(*python("-c", LIBRARIES), seconds=doctor.IMPORT_SECONDS)
-    said = {"gpus": 0, "why": why} if why else json.loads(text.splitlines()[-1])
+    said: Row = {"gpus": 0, "why": why} if why else json.loads(text.splitlines()[-1])
     found = f"torch {said.get('torch')}, CUDA {said.get('cuda')}, {said['gpus']} GPUs"
     good = "why" not in said and said["gpus"] >= max(1, node.gpus or 0)
     yield judge("CUDA", good, said.get("why", found))
