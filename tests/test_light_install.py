@@ -107,6 +107,7 @@ LACKING = {
     "demo": "tokenizers",
     "run agent.py hi": "vLLM is not installed",
     "doctor": "",
+    "doctor --node": "",
 }
 
 

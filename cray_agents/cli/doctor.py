@@ -9,11 +9,11 @@ import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-from cray_agents.cli.options import Commands
+from cray_agents.cli.options import Commands, given
 from cray_agents.cli.screen import errors, settings, show, when
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, SetupError
@@ -45,19 +45,54 @@ commands = Commands()
 
 
 @commands.command("doctor")
-def doctor() -> None:
-    """Check this machine. Exit code 2 when something needed is missing."""
-    config = settings()
-    rows = [*python(), *packages(), *slurm(), *sandbox(), *training(config)]
-    rows += [*machine(config.root.root), *control(config.root), *audit(config.root)]
-    show(rows, ["check", "state", "found", "to mend it"])
-    if any(row["state"] == "missing" for row in rows):
+def doctor(
+    node: Annotated[
+        bool, typer.Option(help="check deeply: GPUs, CUDA, fabric, the root's promises and speed")
+    ] = False,
+    cluster: Annotated[
+        bool, typer.Option(help="do so on the nodes of Slurm with room, by a job, and between them")
+    ] = False,
+) -> None:
+    """Check this machine. Exit code 2 when something needed fails."""
+    config, columns = settings(), ["check", "state", "found", "to mend it"]
+    if node and cluster:
+        raise BadInput("--node is a part of --cluster: leave one of them out", param="node")
+    if cluster:
+        from cray_agents.cli.preflight import check_cluster
+
+        rows, columns = check_cluster(config), ["node", *columns]
+    elif node:
+        from cray_agents.cli.preflight import Node, check_node
+
+        least = 1 if config.train_gpus == "on" else None
+        rows = check_node(Node(config.root.root, config.job, least))
+    else:
+        rows = [*python(), *packages(), *slurm(), *sandbox(), *training(config)]
+        rows += [*machine(config.root.root), *control(config.root), *audit(config.root)]
+    show(rows if given().json or not cluster else together(rows), columns)
+    if any(row["state"] == "fail" for row in rows):
         raise typer.Exit(2)
 
 
+def together(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of several nodes with one for each check, state and remedy."""
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["check"], row["state"], row["to mend it"]), []).append(row)
+    merged = []
+    for same in groups.values():
+        names, found = (
+            [*dict.fromkeys(row.get(key, "") for row in same)] for key in ("node", "found")
+        )
+        who = ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
+        said = "; ".join(found[:3]) + "; ..." * (len(found) > 3)
+        merged.append({**same[0], "node": who, "found": said})
+    return merged
+
+
 def check(name: str, good: bool, value: str, mend: str, *, required: bool = True) -> dict[str, Any]:
-    """Return a row; the state of a missing optional item is "absent"."""
-    state = "ok" if good else "missing" if required else "absent"
+    """Return a row; what is not `required` is a "warn" where it is not good."""
+    state = "pass" if good else "fail" if required else "warn"
     return {"check": name, "state": state, "found": value, "to mend it": "" if good else mend}
 
 
@@ -185,8 +220,7 @@ def gpu_host() -> list[dict[str, Any]]:
     rows = [
         ("C compiler", gcc is not None, gcc or "-", f"install gcc: {compiles}"),
         ("Python headers", header.exists(), str(header), f"install python3-dev: {compiles}"),
-        ("FlashAttention 3", flash, "installed" if flash else "-",
-         "not needed: attention is FlashAttention 2's without it"),
+        ("FlashAttention 3", True, "installed" if flash else "no: attention takes 2", ""),
     ]  # fmt: skip
     if driver.exists():
         version = next(iter(re.findall(r"\b\d{3}\.\d+(?:\.\d+)?", driver.read_text())), "0")

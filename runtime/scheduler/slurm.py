@@ -308,12 +308,19 @@ class Slurm:
         """Return when and why a job was asked to leave its nodes; None if it was not."""
         return read_preemption(self._ledger, name, job_id)
 
+    def partition(self, kind: JobKind) -> list[str]:
+        """Return the option of sbatch that names the partition of a kind; [] for the default."""
+        given = [*self._options, *self.settings.slurm_options.get(kind, [])]
+        return [option for option in given if option.startswith("--partition=")][-1:]
+
+    def try_out(self, command: Command) -> None:
+        """Raise SchedulerError if Slurm would refuse a command. Nothing is queued."""
+        self._run("sbatch", "--test-only", script=self.script(command))
+
     def room(self, kind: JobKind) -> list[NodeRoom]:
         """Return the nodes on which commands of a kind may run. Raises SchedulerError."""
-        given = [*self._options, *self.settings.slurm_options.get(kind, [])]
-        partition = [option for option in given if option.startswith("--partition=")][-1:]
         columns = ",".join(f"{name}:250" for name in NODE_COLUMNS)
-        rows = self._call("sinfo", "-h", "-N", *partition, "-O", columns).splitlines()
+        rows = self._call("sinfo", "-h", "-N", *self.partition(kind), "-O", columns).splitlines()
         nodes = [read_node(row) for row in rows]
         return list({node.name: node for node in nodes if node is not None}.values())
 

@@ -117,15 +117,15 @@ def test_doctor_says_who_may_read_the_root(tmp_path: Path) -> None:
     def row() -> dict[str, str]:
         said = cli("doctor", "--json", "--home", tmp_path / "root", cwd=tmp_path)
         found = {row["check"]: row for row in json.loads(said.stdout)}["shared root is private"]
-        assert found["state"] == "ok" or said.returncode == 2
+        assert found["state"] == "pass" or said.returncode == 2
         return found
 
-    assert row()["state"] == "ok"
+    assert row()["state"] == "pass"
     (tmp_path / "root").mkdir()
-    assert row()["state"] == "missing"
+    assert row()["state"] == "fail"
     assert "0755" in row()["found"] and "chmod 700" in row()["to mend it"]
     (tmp_path / "root").chmod(0o2770)
-    assert (row()["state"], "group" in row()["found"]) == ("ok", True)
+    assert (row()["state"], "group" in row()["found"]) == ("pass", True)
 
 
 @pytest.mark.parametrize("kind", ["local", pytest.param("slurm", marks=pytest.mark.slurm)])

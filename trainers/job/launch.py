@@ -387,7 +387,7 @@ def _fork(
             launcher,
             log,
             write_end,
-            lambda stop: main(rank, _store(rank, placement, listener), stop),
+            lambda stop: main(rank, open_store(rank, placement, listener), stop),
         )
     os.close(write_end)
     return RankProcess(rank, pid, read_end)
@@ -425,7 +425,7 @@ def be_spawned_rank() -> NoReturn:
         on_cpu = load_megatron()
         main_of_rank: RankMain = importlib.import_module(module).rank_main(on_cpu, *arguments)
         listener = None if listening is None else socket.socket(fileno=listening)
-        return main_of_rank(rank, _store(rank, placement, listener), stop)
+        return main_of_rank(rank, open_store(rank, placement, listener), stop)
 
     _be_rank(launcher, Path(log), pipe, main)
 
@@ -480,7 +480,7 @@ def restart_may_help(problem: CrayError) -> bool:
     return isinstance(problem, SetupError | StoreError) and not isinstance(problem, Corrupt)
 
 
-def _store(rank: int, placement: RankPlacement, listener: socket.socket | None) -> Any:
+def open_store(rank: int, placement: RankPlacement, listener: socket.socket | None) -> Any:
     """Connect to the ranks' rendezvous store.
 
     Its port was opened before the fork, so no other process can take it.

@@ -123,10 +123,10 @@ def test_the_commands(tmp_path: Path) -> None:
         return {row["check"]: row for row in json.loads(done.stdout)}["audit log"]
 
     newest = max(home.audit.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-    assert audit()["state"] == "ok" and newest.name in audit()["found"]
+    assert audit()["state"] == "pass" and newest.name in audit()["found"]
     first = min(home.audit.iterdir(), key=lambda path: path.stat().st_mtime_ns)
     first.write_bytes(first.read_bytes().replace(b"use", b"xyz"))
-    assert audit()["state"] == "missing" and "damaged" in audit()["to mend it"]
+    assert audit()["state"] == "fail" and "damaged" in audit()["to mend it"]
 
 
 def _witness(folder: Path) -> str:

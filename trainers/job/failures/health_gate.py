@@ -3,6 +3,7 @@
 job.py and session_process.py call `check_node` on each node before anything else, and rank.py calls
 `check_ranks` when the ranks have met. A bad node costs seconds then, and not an hour later. The
 error names the node; the trainer leaves it out for a time (failure.py) and starts the job again.
+cli/preflight.py, which is `doctor --node` and `--cluster`, calls the same and the slower ones here.
 """
 
 import json
@@ -12,7 +13,10 @@ import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,8 @@ QUERIES = (
     "--query-gpu=index,ecc.errors.uncorrected.volatile.total",
 )
 NUMBERS = 1 << 18  # float32, of the sum over all ranks
+#: Of `root_speed` and `sum_over_nodes`: small files, MiB of a large one, float32, sums.
+SMALL_FILES, LARGE_MIB, RATE_NUMBERS, RATE_SUMS = 16, 64, 1 << 24, 4
 
 
 def gate_error(node: str, problem: str) -> SetupError:
@@ -80,6 +86,64 @@ def check_root(root: Path, seconds: float = ROOT_SECONDS) -> None:
     trial.join(seconds)
     if problem:
         raise gate_error(node_name(), problem)
+
+
+def claim(path: Path) -> bool:
+    """Create a file by O_EXCL; return False if the name is taken."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        return False
+    return True
+
+
+def claim_names(folder: Path, count: int) -> list[str]:
+    """Claim names that other hosts claim too, by O_EXCL and by link; return those that were won."""
+    won = []
+    for number in range(count):
+        with suppress(OSError):
+            won += [f"O_EXCL {number}"] * claim(folder / f"claim-{number}")
+            won += [f"link {number}"] * durable.create_file(folder / f"link-{number}", b"1")
+    return won
+
+
+def _publish(target: Path) -> bool:
+    draft = durable.draft_directory(target)
+    durable.write_file(draft / "file", b"1")
+    return durable.publish_directory(draft, target)
+
+
+#: What must give a name once on the root, each tried twice in a folder: False if it fails.
+ROOT_TRIALS: dict[str, Callable[[Path], bool]] = {
+    "exclusive create": lambda at: claim(at / "own") and not claim(at / "own"),
+    "hard link": lambda at: (
+        durable.create_file(at / "link", b"1") and not durable.create_file(at / "link", b"2")
+    ),
+    "rename of folders": lambda at: _publish(at / "whole") and not _publish(at / "whole"),
+}
+
+
+def root_speed(folder: Path) -> tuple[float, float, float]:
+    """Return the median ms of a small durable file, and the MB/s written and read.
+
+    The writing ends with fsync. What is read was dropped from the page cache, where that is heeded.
+    """
+    times, block = [time.monotonic()], os.urandom(durable.BLOCK)
+    for number in range(SMALL_FILES):
+        durable.replace_file(folder / f"small-{number}", b"small")
+        times.append(time.monotonic())
+    with (folder / "large").open("wb", buffering=0) as file:
+        for _ in range(LARGE_MIB):
+            file.write(block)
+        os.fsync(file.fileno())
+        wrote = time.monotonic() - times[-1]
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    began = time.monotonic()
+    durable.sha256_file(folder / "large")
+    read = time.monotonic() - began
+    middle = statistics.median(end - start for start, end in pairwise(times))
+    megabytes = LARGE_MIB * durable.BLOCK / 1e6
+    return 1000 * middle, megabytes / wrote, megabytes / read
 
 
 def check_gpus(seconds: float = GPU_SECONDS) -> None:
@@ -158,3 +222,30 @@ def refuse_ranks(every: Sequence[Any]) -> None:
     node, clock, _ = max(every, key=lambda one: abs(one[1] - median))
     if abs(clock - median) > SKEW_SECONDS:
         raise gate_error(node, f"its clock is {clock - median:+.1f} s from the other nodes'")
+
+
+def sum_over_nodes(folder: Path, number: int, world: int, seconds: float) -> str:
+    """Add numbers over nodes that run this at the same time; return the rate. Collective.
+
+    `number`: of this node, of `world`. `seconds`: to wait for the others. Raises SetupError for a
+    wrong sum, RuntimeError for a broken network.
+    """
+    import torch
+
+    from cray_agents.trainers.job.launch import RankPlacement, meet, open_store
+
+    place = RankPlacement(number, world, world, node_name(), 0, "sum", patience=seconds)
+    place, listener = meet(place, folder)
+    on_cpu = not torch.cuda.is_available()
+    kind, store = "gloo" if on_cpu else "nccl", open_store(number, place, listener)
+    patience = timedelta(seconds=seconds)
+    torch.distributed.init_process_group(kind, None, patience, world, number, store)
+    check_ranks(on_cpu)
+    numbers = torch.ones(RATE_NUMBERS, device="cpu" if on_cpu else "cuda")
+    began = time.monotonic()
+    for _ in range(RATE_SUMS):
+        torch.distributed.all_reduce(numbers)
+    float(numbers[0])  # waits for the GPU
+    sent = 2 * (world - 1) / world * numbers.nbytes * RATE_SUMS
+    torch.distributed.destroy_process_group()
+    return f"{sent / (time.monotonic() - began) / 1e9:.2f} GB/s by {kind}"
