@@ -137,9 +137,8 @@ def test_a_shared_training_publishes_as_its_first_job_says(site: Site) -> None:
 
 def test_what_is_made_of_a_version_keeps_its_prompt(site: Site) -> None:
     """The same training from these weights without it is another job, with its own result."""
-    registry = Registry(site.home)
     prompts = {"adder": Prompt(instructions="Add.")}
-    first = registry.resolve("m").checkpoint
+    first = Registry(site.home).resolve("m").checkpoint
     shown = asyncio.run(site.platform.register("m", first, prompts))
     asked: dict[str, Any] = {"suffix": "sums", "hyperparameters": {"publish_every": 5}}
     job = site.submitted(model=shown.id, **asked)
@@ -149,13 +148,13 @@ def test_what_is_made_of_a_version_keeps_its_prompt(site: Site) -> None:
     assert f"'steps': 5, 'prompts': {prompt}}}, not {{'name'" in refused.error.message
     site.trainer.advance(job.metadata["job"])
     assert site.retrieve(job.id).fine_tuned_model == "sums@2"
-    assert [version.prompts for version in registry.versions("sums")] == [prompts, prompts]
+    assert [one.prompts for one in Registry(site.home).versions("sums")] == [prompts, prompts]
 
     jobs = [site.submitted(model=model, suffix="both", seed=1) for model in ("m@1", shown.id)]
     assert len({one.metadata["job"] for one in jobs}) == 1
     site.trainer.advance(jobs[0].metadata["job"])
-    made = [registry.resolve(site.retrieve(one.id).fine_tuned_model) for one in jobs]
-    assert [version.prompts for version in made] == [{}, prompts]
+    made = [site.retrieve(one.id).fine_tuned_model for one in jobs]
+    assert [Registry(site.home).resolve(one).prompts for one in made] == [{}, prompts]
 
 
 def test_a_rate_of_nothing_is_a_rate(site: Site) -> None:
