@@ -331,7 +331,8 @@ class PublishEvery(StrictRecord):
     """How often a job publishes its weights while it trains: every so many `steps`, or `minutes`.
 
     Each time they become the next version of `name`, without promotion. `prompts`: what these
-    versions have beside the weights, by agent; those of a parent `name@N` unless they are given.
+    versions have beside the weights, by agent. Of a request with a parent `name@N` these are that
+    version's, unless given.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
