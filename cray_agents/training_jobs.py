@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from cray_agents.config.job_section import check_options_of_job
-from cray_agents.records import LogprobDistance, Record, StrictRecord, digest
+from cray_agents.records import LogprobDistance, Prompt, Record, StrictRecord, digest
 
 MethodName = Literal["sft", "dpo", "kto", "grpo", "distill"]
 ON_POLICY = ("grpo", "distill")  # methods with a policy loss on the tokens that were sampled
@@ -330,12 +330,15 @@ class Layout(StrictRecord):
 class PublishEvery(StrictRecord):
     """How often a job publishes its weights while it trains: every so many `steps`, or `minutes`.
 
-    Each time they become the next version of `name`, without promotion.
+    Each time they become the next version of `name`, without promotion. `prompts`: what these
+    versions have beside the weights, by agent. Of a request with a parent `name@N` these are that
+    version's, unless given.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
     steps: int | None = Field(None, gt=0)
     minutes: float | None = Field(None, gt=0)
+    prompts: dict[str, Prompt] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _check_one(self) -> Self:

@@ -5,12 +5,15 @@ record since its promotion. The candidate is proven, then answers batch by batch
 the seed decides, until the test of promotion/sequential_test.py has seen enough. Called by loop.py.
 """
 
+import asyncio
+import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-from cray_agents.errors import BadInput, HookError, SwapError
+from cray_agents.errors import BadInput, CrayError, Displaces, HookError, PoolBusy, SwapError
 from cray_agents.iteration import Iteration, decisions_in
 from cray_agents.loop.phase_timer import PhaseTimer
 from cray_agents.loop.rollouts import (
@@ -51,9 +54,13 @@ from cray_agents.records import (
 )
 from cray_agents.tasks.leakage import HELD_OUT_ENTRY, HeldOut, task_key
 from cray_agents.tasks.task_set import TaskSet
+from cray_agents.training_jobs import JobVersion
 
 OnDone = Callable[[int], None]
+OnPublished = Callable[[Sequence[JobVersion]], None]
 SET_OFF = (HookError.__name__, UNSCORED, *ENVIRONMENT_ERRORS)  # errors that a version may set off
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,7 @@ class HoldoutEvaluator:
     tasks: TaskSet
     test: PromotionTest
     seed: int
+    _failed: set[str] = field(default_factory=set, init=False)  # versions whose check failed
 
     async def judge(
         self, candidate: ModelVersion, incumbent: ModelVersion, number: int
@@ -147,20 +155,80 @@ class HoldoutEvaluator:
         Of equal ones the last. These tasks never decide on a promotion, so that its error stays
         what it is. A version that fails its check is rejected.
         """
-        tasks, found = choosing_tasks(self.tasks.split("holdout"), self.test), dict[str, float]()
-        for version in versions:
+        tasks, found = self._choosing_tasks(), dict[str, float]()
+        for version in (one for one in versions if one.id not in self._failed):
             try:
-                with self.clock.phase("swap", version.id):
-                    await self.gate.stage(version)
+                if not await self.rollouts.are_scored(_once(version, tasks), version):
+                    with self.clock.phase("swap", version.id):
+                        await self.gate.stage(version)
                 with self.clock.phase("choose a version"):
                     runs = await self._answers(version, tasks, "choose a version")
                 found[version.id] = success(runs)
             except SwapError as error:
-                who, why = f"loop {self.rollouts.loop}", f"check failed: {error}"
-                await self.platform.reject(version, who=who, reason=why)
+                await self._reject(version, error)
         best = max(found.values(), default=0.0)
         chosen = [version for version in versions if found.get(version.id) == best]
         return (chosen or versions)[-1], found
+
+    @asynccontextmanager
+    async def choosing_early(
+        self, find: Callable[[JobVersion], Awaitable[ModelVersion]]
+    ) -> AsyncIterator[OnPublished]:
+        """Try the versions that a job publishes within the block, in the background.
+
+        Yields a function that takes those published so far; `find` registers one. They answer the
+        choosing tasks one after the other, where every promoted version stays served. Where none
+        can be tried, and at the end of the block, the others are left to `choose`, which asks for
+        nothing again.
+        """
+        published = asyncio.Queue[JobVersion | None]()
+        told = set[str]()
+
+        def tell(versions: Sequence[JobVersion]) -> None:
+            for one in versions:
+                if one.checkpoint not in told:
+                    told.add(one.checkpoint)
+                    published.put_nowait(one)
+
+        async def try_each() -> None:
+            try:
+                while (one := await published.get()) is not None:
+                    await self._try_early(await find(one))
+            except CrayError as error:
+                log.info("the job's versions are tried when it has ended: %s", error)
+
+        work = asyncio.create_task(try_each())
+        try:
+            yield tell
+            if told:
+                while not published.empty():
+                    published.get_nowait()
+                published.put_nowait(None)
+                with self.clock.phase("choose a version"):
+                    await work
+        finally:
+            work.cancel()
+            await asyncio.wait({work})
+
+    async def _try_early(self, version: ModelVersion) -> None:
+        """Let a version answer the choosing tasks. Raises Displaces, PoolBusy."""
+        requests = _once(version, self._choosing_tasks())
+        try:
+            if not await self.rollouts.are_scored(requests, version):
+                await self.gate.stage(version, force=False)
+                await self.rollouts.run(requests, version, 0.0, lambda done: None, paired=True)
+        except (Displaces, PoolBusy):
+            raise
+        except SwapError as error:
+            await self._reject(version, error)
+
+    async def _reject(self, version: ModelVersion, error: SwapError) -> None:
+        self._failed.add(version.id)
+        who, why = f"loop {self.rollouts.loop}", f"check failed: {error}"
+        await self.platform.reject(version, who=who, reason=why)
+
+    def _choosing_tasks(self) -> list[Task]:
+        return choosing_tasks(self.tasks.split("holdout"), self.test)
 
     async def evaluate(self, version: ModelVersion, split: Split) -> list[Run]:
         """Run a version on the tasks that measure it, once per version."""

@@ -369,26 +369,33 @@ class Loop:
         temperature, staleness = self.sampling.temperature, self.sampling.max_staleness
         hyperparameters = hyperparameters_of(method, len(done), temperature, dataset)
         name, every = self.agent.model, method.training.publish_every
+        gate, chooses = self._running().gate, evaluates and self.promotion.choosing > 0
+        early = chooses and (not staleness or parent.id == gate.staying)  # else rollouts wait
 
         def report(job: JobStatus) -> None:
             self._timer.report("train", job.step, job.steps, f"job {job.scheduler_job_id}")
+            if early:
+                published(job.versions)
             if job.offered and not self.promotion.choosing:  # else another one may be the best
-                gate = self._running().gate
                 gate.receive(job.id, rollouts=staleness > 0, evaluates=evaluates)
 
-        with self._timer.phase("train"):
-            job = await self._client.submit_job(
-                method=method.trained_by,  # dpo and kto compare with the parent
-                dataset=dataset["id"],
-                parent=parent.id,
-                hyperparameters=hyperparameters,
-                teacher=method.teacher if isinstance(method, Distill) else None,
-                optimizer_from="parent",
-                publish_every=None if every is None else PublishEvery(name=name, steps=every),
-                logprob_limit=method.training.logprob_limit,
-                session=None if self.live else self.name,  # live updates are hours apart
-            )
-            return await self._client.wait_for(job, report)
+        choice = self._running().evaluator.choosing_early(
+            lambda one: self._client.register(name, one.checkpoint, parent.prompts)
+        )
+        async with choice as published:
+            with self._timer.phase("train"):
+                job = await self._client.submit_job(
+                    method=method.trained_by,  # dpo and kto compare with the parent
+                    dataset=dataset["id"],
+                    parent=parent.id,
+                    hyperparameters=hyperparameters,
+                    teacher=method.teacher if isinstance(method, Distill) else None,
+                    optimizer_from="parent",
+                    publish_every=None if every is None else PublishEvery(name=name, steps=every),
+                    logprob_limit=method.training.logprob_limit,
+                    session=None if self.live else self.name,  # live updates are hours apart
+                )
+                return await self._client.wait_for(job, report)
 
     async def _candidate(
         self, job: JobStatus, prompts: Mapping[str, Prompt], *, evaluates: bool

@@ -61,14 +61,15 @@ class VersionGate:
         self._receiving: asyncio.Task[None] | None = None
         self._received = ""  # the job whose weights a replica was asked to receive
 
-    async def stage(self, version: ModelVersion) -> ProbeReport:
+    async def stage(self, version: ModelVersion, *, force: bool = True) -> ProbeReport:
         """Load and prove a version; wait while other calls use the replicas.
 
-        Raises SwapError; the old one then serves.
+        Raises SwapError; the old one then serves. Without `force` every promoted version stays
+        served: raises Displaces or PoolBusy where no replica can be spared.
         """
         await self._until_open()
         self._open = False
-        self._work = asyncio.create_task(self._load(version))
+        self._work = asyncio.create_task(self._load(version, force))
         return await asyncio.shield(self._work)  # who waits may be cancelled, the change goes on
 
     def receive(self, job_id: str, *, rollouts: bool, evaluates: bool) -> None:
@@ -197,16 +198,22 @@ class VersionGate:
         turn = max(LEAST_TURN, BUSY_TURNS * self._change) if busy else self._change
         return self._since + turn - time.monotonic()
 
-    async def _load(self, version: ModelVersion) -> ProbeReport:
+    async def _load(self, version: ModelVersion, force: bool) -> ProbeReport:
         if self._receiving is not None:
             await asyncio.wait({self._receiving})  # else it might displace this version
         while True:
             try:
                 async with self._closed():
                     self._staging = True
-                    self._keep_renewing()
-                    return await self._platform.stage(version, force=True, holder=self._holder)
+                    if force:
+                        self._keep_renewing()
+                    proof = await self._platform.stage(version, force=force, holder=self._holder)
+                if force or version.id in self._loaded:
+                    return proof
+                raise PoolBusy(f"{version.id} is on a spare replica, which comes and goes")
             except PoolBusy as busy:
+                if not force:
+                    raise
                 await self._later(busy)
             finally:
                 self._staging = False

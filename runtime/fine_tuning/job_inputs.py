@@ -135,7 +135,9 @@ class Preparer:
             publish_every=(
                 None
                 if request.publish_every == "auto"
-                else PublishEvery(name=request.name, steps=request.publish_every)
+                else PublishEvery(
+                    name=request.name, steps=request.publish_every, prompts=request.prompts
+                )
             ),
             evaluate_every=math.ceil(n / batch_size) if len(files) > 1 else None,
         )

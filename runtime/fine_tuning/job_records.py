@@ -14,7 +14,7 @@ from pydantic import Field
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.ports import Trainer
-from cray_agents.records import Record, StrictRecord, canonical, digest
+from cray_agents.records import Prompt, Record, StrictRecord, canonical, digest
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.fine_tuning.examples import Kind
@@ -36,8 +36,9 @@ class TuningRequest(Record):
 
     `publish_every` steps of training its weights become a version of `name`; "auto": never.
     `model` is the version `name@N` that the client's model meant at that time, and `parent` its
-    checkpoint. The parent's hashes and `dtype` are those of the JobSpec. `microbatch` counts the
-    tokens of its micro-batches, unless a sample has more.
+    checkpoint. `prompts` are that version's, and those of what is made of it. The parent's hashes
+    and `dtype` are those of the JobSpec. `microbatch` counts the tokens of its micro-batches,
+    unless a sample has more.
     """
 
     model: str
@@ -45,6 +46,7 @@ class TuningRequest(Record):
     parent: str
     parent_sha256: str
     parent_settings_sha256: str | None = None
+    prompts: dict[str, Prompt] = Field(default_factory=dict)
     training_file: str
     training_sha256: str
     validation_file: str | None = None
@@ -70,7 +72,7 @@ class TuningRequest(Record):
 
         Different requests may lead to one JobSpec, such as "auto" and the number it means. They
         share its training job, which is paused and cancelled for both. A second one that asks for
-        another `publish_every`, or for it under another name, is refused.
+        another `publish_every`, or for it under another name or with other prompts, is refused.
         """
         identity = [
             *(self.training_sha256, self.parent_sha256, self.code, self.seed),
@@ -86,6 +88,8 @@ class TuningRequest(Record):
             identity += ["dtype", self.dtype]
         if self.microbatch != MICROBATCH:
             identity += ["microbatch", self.microbatch]
+        if self.prompts:
+            identity += ["prompts", {agent: prompt.id for agent, prompt in self.prompts.items()}]
         return PREFIX + digest(identity, 24)
 
 
@@ -266,6 +270,7 @@ def resolve_request(
         parent=version.checkpoint,
         parent_sha256=version.weights_sha256,
         parent_settings_sha256=checkpoints.settings_sha256(parent.files),
+        prompts=version.prompts,
         training_file=body.training_file,
         training_sha256=_file_sha256(files, body.training_file, "training_file"),
         validation_file=validation,

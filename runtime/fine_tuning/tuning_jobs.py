@@ -38,7 +38,7 @@ from cray_agents.runtime.fine_tuning.job_records import (
 )
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.registry import Registry
-from cray_agents.training_jobs import JobSpec, JobStatus
+from cray_agents.training_jobs import JobSpec, JobStatus, PublishEvery
 
 SMALL_BYTES = 1 << 16  # of files that a thread may validate, where torch is imported already
 POLL_INTERVAL = 1.0  # between looks at a job that trains
@@ -200,10 +200,7 @@ class FineTuning:
         begun = checksums.read_record(JobSpec, self.home.job(asked.id) / "spec.json")
         if begun.publish_every == asked.publish_every:
             return None
-        before, now = (
-            spec.publish_every and spec.publish_every.model_dump(exclude_none=True)
-            for spec in (begun, asked)
-        )
+        before, now = (_told(spec.publish_every) for spec in (begun, asked))
         message = (
             f"{asked.id} is this very training, begun for another job with another publish_every:"
             f" {before!r}, not {now!r}. It is not done twice; use that job, or change the seed"
@@ -228,7 +225,8 @@ class FineTuning:
             problem = {"code": "training_failed", "message": message, "param": None}
             return Ended(state="failed", error=problem, **outcome)
         manifest = checkpoints.read_manifest(self.home.checkpoint(status.checkpoint))
-        version = self.registry.register(request.name, status.checkpoint, manifest)
+        made = (request.name, status.checkpoint, manifest, request.prompts)
+        version = self.registry.register(*made)
         return Ended(
             state="succeeded",
             model=version.id,
@@ -294,6 +292,15 @@ class FineTuning:
                 raise _refusal(state, "it is not paused", "job_not_paused")
             self.trainer.resume(state.validated.spec.id)
         return self.look(job_id)
+
+
+def _told(every: PublishEvery | None) -> dict[str, Any] | None:
+    """Return how often a job publishes, for a message: prompts by their hashes."""
+    if every is None:
+        return None
+    prompts = {agent: prompt.id for agent, prompt in every.prompts.items()}
+    fields = every.model_dump(exclude_none=True, exclude={"prompts"})
+    return {**fields, "prompts": prompts} if prompts else fields
 
 
 def _refusal(state: JobState, why: str, code: str) -> BadInput:

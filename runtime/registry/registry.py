@@ -357,6 +357,16 @@ class Registry:
             return fetch_from_hub(reference)
         raise NotFound(f"no checkpoint at {reference!r}", param="checkpoint")
 
+    def prompts_of(self, reference: str) -> dict[str, Prompt]:
+        """Return the prompts of a version `name@N` or `name`; a directory has none.
+
+        `reference` is one that `directory` finds.
+        """
+        name = reference.partition("@")[0]
+        if not NAME.fullmatch(name) or self.home.checkpoint(reference).is_dir():
+            return {}
+        return self.resolve(reference).prompts
+
     def named(self, model: str | Path) -> Path:
         """Return the directory of a model as a command names it: a path may begin here or at ~."""
         path = Path(model).expanduser().absolute()

@@ -19,7 +19,7 @@ import openai
 import pytest
 
 from cray_agents.errors import NotFound
-from cray_agents.records import ModelVersion
+from cray_agents.records import ModelVersion, Prompt
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.fine_tuning.job_records import TuningFolder, TuningRequest
 from cray_agents.runtime.fine_tuning.tuning_jobs import FineTuning
@@ -133,6 +133,28 @@ def test_a_shared_training_publishes_as_its_first_job_says(site: Site) -> None:
     site.trainer.advance(training)
     assert site.retrieve(first.id).fine_tuned_model == "first@5"
     assert site.retrieve(refused[0].id).status == "failed"
+
+
+def test_what_is_made_of_a_version_keeps_its_prompt(site: Site) -> None:
+    """The same training from these weights without it is another job, with its own result."""
+    prompts = {"adder": Prompt(instructions="Add.")}
+    first = Registry(site.home).resolve("m").checkpoint
+    shown = asyncio.run(site.platform.register("m", first, prompts))
+    asked: dict[str, Any] = {"suffix": "sums", "hyperparameters": {"publish_every": 5}}
+    job = site.submitted(model=shown.id, **asked)
+    refused = site.until(site.create(**asked).id, "failed")
+    assert refused.error.code == "job_exists" and refused.metadata["job"] == job.metadata["job"]
+    prompt = {"adder": prompts["adder"].id}
+    assert f"'steps': 5, 'prompts': {prompt}}}, not {{'name'" in refused.error.message
+    site.trainer.advance(job.metadata["job"])
+    assert site.retrieve(job.id).fine_tuned_model == "sums@2"
+    assert [one.prompts for one in Registry(site.home).versions("sums")] == [prompts, prompts]
+
+    jobs = [site.submitted(model=model, suffix="both", seed=1) for model in ("m@1", shown.id)]
+    assert len({one.metadata["job"] for one in jobs}) == 1
+    site.trainer.advance(jobs[0].metadata["job"])
+    made = [site.retrieve(one.id).fine_tuned_model for one in jobs]
+    assert [Registry(site.home).resolve(one).prompts for one in made] == [{}, prompts]
 
 
 def test_a_rate_of_nothing_is_a_rate(site: Site) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cray_agents.paths import Home
+from cray_agents.records import Prompt
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.gateway.tinker.protobuf import (
     message,
@@ -247,6 +248,23 @@ async def test_weights_that_met_a_full_disk_are_saved_once_there_is_room(tmp_pat
         assert versions == ["calc@1", "calc@2"]
         ask = {"request_id": "s:train:0/3/sampler_weights/a"}  # its own future still says why
         assert "File too large" in (await gateway.call("POST", RETRIEVE, json=ask))[1]["error"]
+
+
+async def test_saved_weights_keep_the_prompt_of_their_base(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        registry, prompts = gateway.services.registry, {"adder": Prompt(instructions="Add.")}
+        imported = registry.import_checkpoint(registry.resolve("calc").checkpoint)
+        base = registry.register("calc", *imported, prompts)
+        new = {"session_id": "s", "model_seq_id": 0, "base_model": base.id}
+        await gateway.call("POST", "/api/v1/create_model", json=new)
+        await send(gateway, forward_backward("s:train:0", 1, datum([1, 2], [2, 3], [0, 1])))
+        step = {"model_id": "s:train:0", "adam_params": {}, "seq_id": 2}
+        await gateway.call("POST", "/api/v1/optim_step", json=step)
+        save = {"model_id": "s:train:0", "seq_id": 3, "path": "a"}
+        _, sent = await gateway.call("POST", "/api/v1/save_weights_for_sampler", json=save)
+        assert (await gateway.call("POST", RETRIEVE, json=sent))[0] == 200
+        *_, saved = registry.versions("calc")
+    assert (saved.id, saved.prompts) == ("calc@3", prompts)
 
 
 @pytest.mark.slow

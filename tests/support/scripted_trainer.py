@@ -203,7 +203,8 @@ class ScriptedTrainer:
                 name = f"{spec.id}-{step}"
                 self._publish(spec, name)
                 manifest = checkpoints.read_manifest(self.home.checkpoint(name))
-                version = Registry(self.home).register(every.name, name, manifest)
+                registry = Registry(self.home)
+                version = registry.register(every.name, name, manifest, every.prompts)
                 loss = self._step(step, steps)["loss"]
                 about = {"version": version.id, "checkpoint": name, "step": step, "loss": loss}
                 journal.event("version", **about)

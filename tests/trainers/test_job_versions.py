@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from cray_agents.records import Manifest
+from cray_agents.records import Manifest, Prompt
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.registry import Registry
@@ -47,7 +47,9 @@ def test_versions_are_whole_and_change_nothing_of_the_job(
     from transformers import AutoModelForCausalLM
 
     lab.dataset()
-    spec = lab.spec("qwen3", publish_every=PublishEvery(name="m", steps=3), **changes)
+    prompts = {"a": Prompt(instructions="Be brief.")}
+    every = PublishEvery(name="m", steps=3, prompts=prompts)
+    spec = lab.spec("qwen3", publish_every=every, **changes)
     plain = undisturbed_job(lab.spec("qwen3", **changes))
     job = lab.run(spec)
     assert spec.id == plain.journal.job_id and job.losses == plain.losses
@@ -61,7 +63,8 @@ def test_versions_are_whole_and_change_nothing_of_the_job(
     assert [one.loss for one in versions] == [job.losses[2], job.losses[5]]
     registry = Registry(lab.home)
     for one in versions:
-        assert registry.resolve(one.version).checkpoint == one.checkpoint
+        version = registry.resolve(one.version)
+        assert (version.checkpoint, version.prompts) == (one.checkpoint, prompts)
         folder = lab.home.checkpoint(one.checkpoint)
         manifest = checkpoints.verify(folder)
         assert manifest.job == spec.id and manifest.metrics["steps"] == one.step

@@ -124,10 +124,11 @@ class JobVersions:
     def _tell(self, step: int, seconds: float = 0.0) -> None:
         """Register a published checkpoint as a version, unless it is one, and write its event."""
         assert self._every is not None
-        name = self._name(step)
+        name, every = self._name(step), self._every
         try:
             manifest = checkpoints.read_manifest(self._home.checkpoint(name))
-            version = Registry(self._home).register(self._every.name, name, manifest)
+            registry = Registry(self._home)
+            version = registry.register(every.name, name, manifest, every.prompts)
         except (OSError, CrayError) as problem:  # such as a full disk, or one that was removed
             warn(self._work.journal, f"{name} is no version: {problem}")
             return

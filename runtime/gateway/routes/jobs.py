@@ -297,6 +297,10 @@ def job_spec(services: Services, body: dict[str, Any], roots: Roots) -> JobSpec:
     except BadInput as error:
         # a conflict of several fields: the method decides which of them have an effect
         raise BadInput(str(error), param=error.param or "method") from error
+    if (every := spec.publish_every) is not None and not every.prompts:
+        prompts = services.registry.prompts_of(field(body, "parent", str))
+        every = every.model_copy(update={"prompts": prompts})
+        spec = spec.model_copy(update={"publish_every": every})
     if spec.optimizer_from != PARENT:
         return spec
     return spec.model_copy(update={"optimizer_from": _optimizer_of_parent(services.home, spec)})

@@ -219,7 +219,10 @@ async def register_version(
         events: list[Any] = []
         with suppress(Corrupt):
             events = await asyncio.to_thread(job_events, services.home, version.job)
-        services.traces.end_job(version.job, events, version.id)
+        midway = {event.get("checkpoint") for event in events if event.get("event") == "version"}
+        older = (one.checkpoint for one in registry.versions(name) if one.number < version.number)
+        if version.checkpoint not in midway.union(older):  # else its span comes, or came before
+            services.traces.end_job(version.job, events, version.id)
     return json_response(_version(version))
 
 

@@ -2,7 +2,8 @@
 
 A script numbers its requests to a model from 1, and the job's commands have the same numbers. So a
 request that is sent twice is one command, done exactly once (trainers/job/command_run.py), and
-its future outlives this process. Saved weights become versions `name@N` of the base's name.
+its future outlives this process. Saved weights become versions `name@N` of the base's name, with
+the base's prompts.
 Called by tinker.py for futures. Read next: gateway/tinker/training_runs.py, what is kept.
 """
 
@@ -394,7 +395,7 @@ def saved_version(services: Services, saved: SavedWeights) -> ModelVersion:
         if version.checkpoint == result.checkpoint:
             return version
     imported = services.registry.import_checkpoint(result.checkpoint)
-    return services.registry.register(base.name, *imported)
+    return services.registry.register(base.name, *imported, base.prompts)
 
 
 # ---- helpers

@@ -152,17 +152,25 @@ async def test_a_call_leads_to_the_job_that_made_its_version(
     checkpoint, manifest = registry.import_checkpoint(bare_model(tmp_path / "model"))
     registry.register("calc", checkpoint, manifest.model_copy(update={"job": "job-9"}))
     registry.promote("calc", 1, who="test")
+    midway, manifest = registry.import_checkpoint(bare_model(tmp_path / "midway", b"other"))
+    registry.register("calc", midway, manifest.model_copy(update={"job": "job-9"}))
     started, step = {"event": "started", "time": 100.0}, {"event": "step", "time": 104.0}
-    put(home.job("job-9") / "events.jsonl", started, step)
+    published = {"event": "version", "checkpoint": midway, "time": 102.0}
+    put(home.job("job-9") / "events.jsonl", started, published, step)
     async with served(tmp_path, traces=LiveTraces(receiver.url)) as gateway:
         body = {"checkpoint": checkpoint}
         assert (await gateway.call("POST", "/v1/models/calc/versions", json=body))[0] == 200
+        prompted = {**body, "prompts": {"a": {"instructions": "Be brief."}}}
+        for more in ({"checkpoint": midway}, prompted):  # no further span
+            _, new = await gateway.call("POST", "/v1/models/calc/versions", json=more)
         await gateway.ask("hi")
         train, chat = await receiver.find("train calc@1"), await receiver.find("chat calc@1")
     (link,) = chat.links
     assert (link.trace_id, link.span_id) == (train.trace_id, train.span_id)
     assert attributes(chat)["cray_agents.job"] == attributes(train)["cray_agents.job"] == "job-9"
     assert train.end_time_unix_nano - train.start_time_unix_nano == 4_000_000_000
+    spans = [span.name for span in receiver.spans if span.name.startswith("train ")]
+    assert new["id"] == "calc@3" and spans == ["train calc@1"]
 
 
 async def test_a_failed_call_and_one_that_waited(tmp_path: Path, receiver: Receiver) -> None:
