@@ -89,7 +89,8 @@ class TuningRequest(Record):
         if self.microbatch != MICROBATCH:
             identity += ["microbatch", self.microbatch]
         if self.prompts:
-            identity += ["prompts", {agent: prompt.id for agent, prompt in self.prompts.items()}]
+            named = sorted(self.prompts.items())
+            identity += ["prompts", *(f"{agent} {prompt.id}" for agent, prompt in named)]
         return PREFIX + digest(identity, 24)
 
 
