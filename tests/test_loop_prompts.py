@@ -301,7 +301,7 @@ async def test_a_cancelled_search_ends(tmp_path: Path, monkeypatch: pytest.Monke
         going = asyncio.create_task(go())
         await reached.wait()
         going.cancel()
-        done, _ = await asyncio.wait({going}, timeout=30)
+        done, _ = await asyncio.wait({going}, timeout=120)
         await where.close()
     assert done and going.cancelled()
 

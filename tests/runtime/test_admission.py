@@ -230,7 +230,7 @@ async def test_a_rise_of_the_capacity_is_seen_though_nobody_leaves() -> None:
     await let_tasks_run()
     assert order == []
     capacity = 3
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while len(order) < 2:  # noqa: ASYNC110 - no event reports it
             await asyncio.sleep(0.01)
     assert order == visits[:2]
@@ -248,7 +248,7 @@ async def test_without_any_replica_the_last_capacity_holds_and_then_nobody_waits
     order: list[Visit] = []
     visits = [Visit(admission.enter(batch=batch), order) for batch in (False, True)]
     with pytest.raises(EngineUnavailable, match="no replica"):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await visits[0].task
     with pytest.raises(EngineUnavailable):
         await visits[1].task

@@ -37,7 +37,7 @@ def put(client: openai.OpenAI, data: bytes = JSONL, name: str = "a.jsonl") -> Sh
 def raw(url: str, request: bytes, *, cut: bool = False) -> bytes:
     """Send bytes, end our side if `cut`, and return all bytes until the server closes."""
     address = urlsplit(url)
-    with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
+    with socket.create_connection((address.hostname, address.port), timeout=120) as connection:
         connection.sendall(request)
         if cut:
             connection.shutdown(socket.SHUT_WR)

@@ -276,7 +276,7 @@ async def test_a_full_gateway_refuses_before_it_answers(tmp_path: Path, stream: 
         create: Any = site.client().chat.completions.create
         held = admission.enter()
         waits = asyncio.create_task(create(model="m", messages=HELLO))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while not admission.waiting():  # noqa: ASYNC110 - the request is on its way
                 await asyncio.sleep(0.01)
         with pytest.raises(openai.RateLimitError) as caught:

@@ -348,14 +348,14 @@ ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
 def _get(url: str, path: str) -> Any:
-    with urllib.request.urlopen(url + path, timeout=20) as reply:
+    with urllib.request.urlopen(url + path, timeout=120) as reply:
         return json.load(reply)
 
 
 def _post(url: str, path: str, body: Any) -> Any:
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=20) as reply:
+    with urllib.request.urlopen(request, timeout=120) as reply:
         return json.load(reply)
 
 

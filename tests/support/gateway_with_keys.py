@@ -62,7 +62,7 @@ class Site:
         port = int(self.url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             head = await reader.readuntil(b"\r\n\r\n")
         writer.close()
         return head

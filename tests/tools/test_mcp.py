@@ -66,7 +66,7 @@ agent = Agent(name="a", tools=[noisy], engine=ScriptedEngine([tool_call("noisy")
 
 @pytest.fixture(scope="module")
 def stdio() -> Iterator[McpTools]:
-    with McpTools(command=COMMAND, timeout=20) as server:
+    with McpTools(command=COMMAND, timeout=120) as server:
         yield server
 
 
@@ -430,7 +430,7 @@ def test_what_a_tool_prints_does_not_reach_the_wire(tmp_path: Path) -> None:
             request = {"jsonrpc": "2.0", "id": number, "method": method, "params": params}
             print(json.dumps(request), file=process.stdin, flush=True)
             answers.append(json.loads(process.stdout.readline()))
-        rest, printed = process.communicate(timeout=60)
+        rest, printed = process.communicate()
     assert answers[1]["result"]["content"][0]["text"] == "done"
     assert rest == "" and "from a tool" in printed and "from its child" in printed
 
@@ -451,7 +451,7 @@ def test_an_agent_as_a_server_over_http_for_another_agent(agent_file: Path) -> N
             connection.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 100_000)
             assert connection.recv(100).startswith(b"HTTP/1.1 400 ")  # an endless head
         process.send_signal(signal.SIGINT)
-        process.wait(20)
+        process.wait(120)
     finally:
         process.kill()
         process.wait()

@@ -20,7 +20,7 @@ async def test_what_cannot_be_indexed_holds_up_nothing(tmp_path: Path) -> None:
     good = {"name": "n", "source": "s", "value": 1.0, "time": 1.0, "turn": None, "giver": ""}
     for number, about in enumerate([good, {}, good, {}, good]):  # {}: a reward that says nothing
         indexing.submit([reward(number, f"segment_{number}", about)])
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         await asyncio.to_thread(indexing.wait_for, 5)
         await asyncio.to_thread(indexing.close)
     assert indexed == [f"e{number}" for number in range(5)]

@@ -125,7 +125,7 @@ def fuzzed(home: Path, log: Path) -> Iterator[str]:
         assert url.startswith("http"), log.read_text()
         yield url
         process.send_signal(signal.SIGTERM)
-        process.wait(30)
+        process.wait(120)
     finally:
         process.kill()
         process.wait()
