@@ -54,7 +54,7 @@ LOOPS_IF_TOLD = (
     "{% if messages[-1].content == 'loop' %}{% for a in range(99999) %}"
     "{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
 )
-CASES = 500 * int(os.environ.get("CRAY_TEST_FUZZ", "1"))  # random requests
+CASES = 250 * int(os.environ.get("CRAY_TEST_FUZZ", "1"))  # random requests
 SEED = 1
 SAY_ALL: dict[str, Any] = {"return_token_ids": True, "logprobs": True}
 
@@ -417,7 +417,7 @@ async def test_a_stream_that_is_left_is_recorded_and_ends_in_vllm(
     )
     assert call.prompt_token_ids and 3 < len(call.token_ids) < 900
     assert len(call.logprobs) == len(call.token_ids)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while await running(gateway):  # noqa: ASYNC110 - vLLM tells nobody
             await asyncio.sleep(0.05)
     if path == CHAT:  # what was told of is what came
@@ -434,7 +434,7 @@ async def test_an_answer_that_is_left_ends_in_vllm(gateway: Gateway) -> None:
     asking = asyncio.create_task(
         gateway.ask(USER, path=path, ignore_eos=True, seed=8, max_tokens=900)
     )
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not await running(gateway):  # noqa: ASYNC110 - vLLM tells nobody
             await asyncio.sleep(0.01)
         asking.cancel()
