@@ -41,7 +41,7 @@ SOAKS = [
     Soak("cluster", "tests/test_cluster_faults.py", {"FAULT_MINUTES": 60, "LINES": 20_000}, 7200),
     Soak("cluster-vllm", "tests/test_cluster_faults.py", {"ENGINES": "vllm", "LINES": 100}),
     Soak("templates", "tests/runtime/datasets/test_chat_templates.py", {"TEMPLATES": "all"}),
-    Soak("fuzz", "tests/runtime/test_fuzz.py tests/runtime/test_vllm_apis.py", {"FUZZ": 45}),
+    Soak("fuzz", "tests/runtime/test_fuzz.py tests/runtime/test_vllm_apis.py", {"FUZZ": 90}),
     Soak("demo", "tests/test_demo.py -k kills", {"KILLS": 5, "SEEDS": "1,2,3,4,5,6,7,8,9,10"}),
     Soak("store", "tests/test_store_kills.py", {"KILLS": 220}),
     Soak("events", "tests/test_event_kills.py", {"KILLS": 60}),

@@ -27,7 +27,7 @@ from tests.support.store.plain_reader import events_of
 
 pytestmark = pytest.mark.slow
 
-LINES = int(os.environ.get("CRAY_TEST_LINES", "2000"))
+LINES = int(os.environ.get("CRAY_TEST_LINES", "1000"))
 WORKERS = 2
 STALLS = 0.15  # of the kills are followed by one
 LEASE = 1.0  # seconds; a stalled worker loses its claims while it is stopped
@@ -185,4 +185,4 @@ def check(crowd: Crowd) -> None:
 
 
 def test_every_line_has_one_result(tmp_path: Path) -> None:
-    Campaign(crowd, hurt, check).run(tmp_path, kills(8))
+    Campaign(crowd, hurt, check).run(tmp_path, kills(5))

@@ -33,7 +33,7 @@ loop = Loop(agent, tasks, rewards=[right], method=RFT(training=Training(steps=1)
 def cli(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     (cwd / "agent.py").write_text(AGENT)
     argv = [sys.executable, "-m", "cray_agents", *map(str, words)]
-    return subprocess.run(argv, cwd=cwd, capture_output=True, text=True, timeout=60)
+    return subprocess.run(argv, cwd=cwd, capture_output=True, text=True)
 
 
 def test_run_says_why_it_failed(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_dashboard_without_a_platform_starts_one_and_ends_it(tmp_path: Path) -
                           ) as viewer:  # fmt: skip
         url = viewer.stdout.readline()
         assert "/#sign_in=" in url, viewer.stderr.read()
-        with urllib.request.urlopen(url.partition("#")[0], timeout=60) as page:
+        with urllib.request.urlopen(url.partition("#")[0], timeout=120) as page:
             assert page.status == 200
         second = cli("up", "--home", "root", "--replicas", 0, "--detach", cwd=tmp_path)
         assert second.returncode == 2 and second.stderr.count("already (pid") == 1

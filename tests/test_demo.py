@@ -1,7 +1,8 @@
 """`cray-agents demo` on real parts, small: vLLM, Megatron-core and, where it is installed, Slurm.
 
-The second test kills the demo, the vLLM server and the training job at random moments and runs the
-same command again each time.
+The last test kills the demo and the vLLM server, in `make soak` the training job too, at random
+moments, and runs the same command again each time. Here vLLM is forked; `tests/test_up.py` starts
+it as users do.
 """
 
 import json
@@ -13,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.scheduler.site_environment import missing_programs
 from cray_agents.runtime.scheduler.supervisor import descendants
 from cray_agents.runtime.store import Store
-from tests.support.import_server import forking
 
 pytestmark = [pytest.mark.vllm, pytest.mark.megatron]
 
@@ -39,7 +38,7 @@ CLOCKS = {
     "taken_up",
 }  # fmt: skip
 JOBS = ITERATIONS + 1  # and the warm-up's
-KILLS = int(os.environ.get("CRAY_TEST_KILLS", "3"))  # at most: a run may end before
+KILLS = int(os.environ.get("CRAY_TEST_KILLS", "2"))  # at most: a run may end before
 KEYS = {
     "iteration", "holdout_success", "holdout_tasks", "test_success", "test_tasks", "runs",
     "accepted_runs", "trained_tokens", "loss_first", "loss_last", "probe_max_logprob_diff",
@@ -125,7 +124,9 @@ def left_behind(home: Path, result: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory, forked_servers: None
+) -> tuple[Path, dict[str, Any]]:
     home = tmp_path_factory.mktemp("demo") / "home"
     return home, finish(home, start(home))
 
@@ -142,16 +143,6 @@ def test_demo(undisturbed: tuple[Path, dict[str, Any]]) -> None:
         assert all(f"JobId={job} " in log for job in ids)
 
 
-@pytest.fixture
-def forked(
-    undisturbed: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[None]:
-    """Forks in place of starts; the undisturbed demo has started vLLM as users do."""
-    with forking(tmp_path_factory):
-        yield
-
-
-@pytest.mark.usefixtures("forked")
 def test_a_finished_demo_is_not_done_again(undisturbed: tuple[Path, dict[str, Any]]) -> None:
     home, result = undisturbed
     again = finish(home, start(home))
@@ -177,7 +168,6 @@ def victim(demo: int, kind: str) -> int | None:
     return random.choice(found) if found else None
 
 
-@pytest.mark.usefixtures("forked")
 @pytest.mark.timeout(1500)  # restarts of everything, on whatever machine
 @pytest.mark.parametrize("seed", os.environ.get("CRAY_TEST_SEEDS", "7").split(","))
 def test_kills_at_random_moments(

@@ -26,7 +26,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
-KILLS = kills(5)
+KILLS = kills(3)
 SENDERS = 6
 PATIENCE = 300  # seconds without an answer
 

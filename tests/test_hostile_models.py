@@ -39,7 +39,7 @@ class Site(NamedTuple):
             self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=60) as response:
+            with urllib.request.urlopen(request, timeout=120) as response:
                 return response.status, json.load(response)
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)["error"]

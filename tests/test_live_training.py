@@ -494,7 +494,7 @@ def test_watch_at_the_command_line(tmp_path: Path) -> None:
             if "waiting for rewarded runs (2)" in line:
                 break
         waiting.send_signal(signal.SIGINT)
-        out, rest = waiting.communicate(timeout=120)
+        out, rest = waiting.communicate()
         assert (waiting.returncode, "Traceback" in rest) == (0, False)
         assert "the same command goes on" in rest
         assert "m@2" in out

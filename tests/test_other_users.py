@@ -85,7 +85,7 @@ class Platform:
             self.claim["url"] + path, None if body is None else json.dumps(body).encode(),
             {"authorization": f"Bearer {self.claim['token']}", "content-type": "application/json"},
         )  # fmt: skip
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=120) as answer:
             return json.load(answer)
 
     def ask(self) -> str:
@@ -121,7 +121,7 @@ def platform(tmp_path: Path) -> Iterator[Platform]:
     assert platform.process is not None
     pids = tree(platform.process.pid)
     platform.process.terminate()
-    platform.process.wait(60)
+    platform.process.wait(120)
     for pid in pids:
         if alive(pid):
             os.kill(pid, signal.SIGKILL)
@@ -168,7 +168,7 @@ def test_another_user_reaches_nothing_and_hears_nothing_at_lost_ports(platform: 
         headers = {"authorization": f"Bearer {token}"}
         asked = urllib.request.Request(platform.claim["url"] + "/v1/jobs", headers=headers)
         with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(asked, timeout=60)
+            urllib.request.urlopen(asked, timeout=120)
         assert refused.value.code == 503
         wait_until(stranger.heard)
         assert ONLY_ASKED.fullmatch(stranger.heard())

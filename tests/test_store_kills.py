@@ -30,9 +30,9 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
-KILLS = kills(10)
+KILLS = kills(6)
 WRITERS = 4
-STEPS = 4  # of the loop whose datasets are built meanwhile
+STEPS = 3  # of the loop whose datasets are built meanwhile
 
 
 class Writer:
@@ -159,7 +159,7 @@ def hurt(root: Root, chance: random.Random, enough: int) -> Counter[str]:
     root.stop()
     export = ["-m", "cray_agents", "export", "--home", "{root}", "--format", "jsonl"]
     argv = [*export, "-o", str(root.out)]
-    hits["exporter"] = _export_with_kills(root.hosts[2], argv, chance, max(4, KILLS // 5))
+    hits["exporter"] = _export_with_kills(root.hosts[2], argv, chance, max(2, KILLS // 5))
     return hits
 
 

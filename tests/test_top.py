@@ -82,7 +82,7 @@ def test_it_follows_until_q_and_through_a_restart(tmp_path: Path) -> None:
         with gateway(tmp_path / "home", port=port):
             top.wait_for(b"serving")
             top.press(b"q")
-            assert top.process.wait(60) == 0
+            assert top.process.wait(120) == 0
 
 
 @pytest.mark.slow

@@ -158,7 +158,7 @@ def test_a_platform_that_dies_under_its_command_is_told_as_that(site: Site, tmp_
     log = config.root.logs / "platform.log"
     with (
         pytest.raises(EngineUnavailable, match=rf"exit code -9\): its log is {log}, and the same"),
-        serving(config, model=site.model, name="tiny", ready=False) as info,
+        serving(config, model=site.model, name="tiny", replicas=0, ready=False) as info,
     ):
         os.kill(info["pid"], signal.SIGKILL)
         while alive(info["pid"]):

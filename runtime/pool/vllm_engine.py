@@ -57,7 +57,7 @@ from cray_agents.runtime.vllm_plugins.wire import (
 log = logging.getLogger(__name__)
 
 _ERROR = b'data: {"error"'
-_ABORT_TIMEOUT = 10.0  # seconds; capture.py waits up to 8 of them for logprobs
+_ABORT_TIMEOUT = 15.0  # seconds
 _ADAPTERS_END, _ADAPTERS_LOOK = 30.0, 0.1  # seconds for requests of adapters; between two looks
 _GUARD_TIMEOUT = 10.0  # seconds; the server's own process answers, whatever the engine does
 _NO_SUCH_ROUTE = (404, 405, 501)  # statuses of a route that vLLM lacks for its model

@@ -37,7 +37,7 @@ from cray_agents.runtime.vllm_plugins.wire import ABORT, BODY, CAPTURE, EVENT, M
 
 INTERVAL, LONGEST = 0.02, 0.1  # seconds between two events of a stream: if few, at most
 SENDS = 1000  # a second, of all streams; beyond that the interval grows
-LAST_LOGPROBS = 8.0  # seconds that an abort waits for those of the tokens sampled so far, at most
+LAST_LOGPROBS = 10.0  # seconds that an abort waits for those of the tokens sampled so far, at most
 
 UNSATISFIABLE = orjson.dumps(
     {

@@ -21,7 +21,6 @@ def run(*arguments: str, **environment: str) -> list[str]:
         [sys.executable, FILE, *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
         env={**os.environ, **environment},
     )
     assert done.returncode == 0, done.stderr

@@ -1,8 +1,6 @@
 """06_code_writer.py: what its tests say of good, bad and sly code; its loop; its --quick."""
 
 import asyncio
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 from cray_agents import RFT, PromotionTest, Run, Sampling, Task, Training
 from cray_agents.cli.user_files import load
 from cray_agents.testing import ScriptedEngine
+from tests.support.quick_recipe import quick_lines
 from tests.support.scripted_platform import platform
 
 pytestmark = pytest.mark.slow
@@ -72,9 +71,6 @@ def test_a_better_writer_is_promoted(tmp_path: Path) -> None:
     assert 0 < second.accepted_runs < second.runs == 8
 
 
-def test_quick() -> None:
-    argv = [sys.executable, str(FILE), "--quick"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+def test_quick(tmp_path: Path) -> None:
+    lines = quick_lines(FILE, tmp_path)
     assert lines[0] == "python: 5" and lines[-1] == "passes: 1.0"

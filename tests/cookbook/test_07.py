@@ -82,7 +82,6 @@ class Recipe:
             [self.python, FILE, framework, *arguments],
             capture_output=True,
             text=True,
-            timeout=120,
             env={
                 **os.environ,
                 "CRAY_AGENTS_URL": self.url,

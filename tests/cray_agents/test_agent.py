@@ -318,7 +318,7 @@ async def test_timeout_in_a_tool_keeps_what_was_done():
         return "late"
 
     run = await agent(
-        script(asks(SUM, ("slow", {}))), tools=[calculator, slow], timeout=5.0
+        script(asks(SUM, ("slow", {}))), tools=[calculator, slow], timeout=3.0
     ).run("go")  # fmt: skip
     assert run.stop_reason == "timeout"
     finished, cut = run.trajectory.turns[0].tool_calls

@@ -95,7 +95,7 @@ async def test_the_run_of_a_sub_agent_is_recorded_before_its_parents():
     kept = Recorder()
     sub = agent(script(never), name="sub", recorder=kept)
     parent = agent(script(asks(("sub", {"input": "?"}))), tools=[sub.as_tool()], recorder=kept)
-    await parent.override(timeout=1).run("go")
+    await parent.override(timeout=3).run("go")
     assert [(run.agent, run.stop_reason) for run in kept.runs] == [
         ("sub", "cancelled"), ("a", "timeout"),
     ]  # fmt: skip
@@ -113,7 +113,7 @@ async def test_a_runs_end_is_no_failure_of_a_tool_that_is_tried_again():
         return ""
 
     engine = script(asks(("slow", {})), "ok")
-    run = await agent(engine, tools=[slow], timeout=1).run("go")
+    run = await agent(engine, tools=[slow], timeout=3).run("go")
     assert (run.stop_reason, calls, len(engine.requests)) == ("timeout", 1, 1)
 
 
@@ -129,7 +129,7 @@ async def test_tool_calls_that_were_cut_off_stand_in_the_models_order():
         return "done"
 
     engine = script(asks(("hang", {}), ("work", {})))
-    run = await agent(engine, tools=[hang, work], timeout=1).run("go")
+    run = await agent(engine, tools=[hang, work], timeout=3).run("go")
     hung, done = run.trajectory.turns[0].tool_calls
     assert (hung.name, hung.error) == ("hang", "the run ended before this call did")
     assert (done.name, done.result, done.error) == ("work", "done", None)

@@ -53,7 +53,7 @@ def viewer(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 def cli(*words: object, home: Path) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "cray_agents", "export", "--home", str(home), *map(str, words)]
     env = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
-    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
 
 
 def here(*words: object, home: Path) -> subprocess.CompletedProcess[str]:
@@ -64,7 +64,7 @@ def here(*words: object, home: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_help_lists_every_format() -> None:
     done = subprocess.run([sys.executable, "-m", "cray_agents", "export", "--help"],
-                          capture_output=True, text=True, timeout=60, check=True)  # fmt: skip
+                          capture_output=True, text=True, check=True)  # fmt: skip
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [name for name in FORMATS if not any(line[:1] == [name] for line in lines)] == []
 
@@ -108,7 +108,7 @@ def test_a_reader_that_stops(home: Path) -> None:
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
-    assert process.wait(60) != 0
+    assert process.wait(120) != 0
     assert b"Traceback" not in process.stderr.read()
     process.stderr.close()
 

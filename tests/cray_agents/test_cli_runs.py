@@ -45,7 +45,7 @@ def cli(*words: object, home: Path) -> str:
 def process(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "cray_agents", "runs", *map(str, words)]
     env = {k: v for k, v in os.environ.items() if not k.startswith("CRAY_AGENTS_")} | environment
-    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(argv, env=env, capture_output=True, text=True)
 
 
 def listed(home: Path, columns: int) -> list[str]:

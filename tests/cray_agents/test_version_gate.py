@@ -178,7 +178,7 @@ def test_calls_of_the_incumbent_pass_while_a_candidate_is_loaded(tmp_path: Path)
                     engine.holding.clear()
                     engine.go.clear()
                 changing = asyncio.create_task(act)
-                waits = [asyncio.to_thread(engine.holding.wait, 20) for engine in engines]
+                waits = [asyncio.to_thread(engine.holding.wait, 120) for engine in engines]
                 await asyncio.wait([asyncio.ensure_future(w) for w in waits],
                                    return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
                 early = asyncio.create_task(ask(old))

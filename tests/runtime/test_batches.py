@@ -516,7 +516,7 @@ def test_the_command_line(tmp_path: Path) -> None:
 
     def cli(*words: str) -> subprocess.CompletedProcess[str]:
         argv = [sys.executable, "-m", "cray_agents", "batch", *words, "--url", client.url]
-        return subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        return subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
 
     with serving(tmp_path, ScriptedEngine(echo)) as client:
         done = cli("run", "in.jsonl", "--json")

@@ -103,4 +103,4 @@ def test_killed_rebuilds_are_read_as_whole_ones(tmp_path: Path) -> None:
         checkpoints.delete_leftovers(home)
         assert not list(home.checkpoint("x").parent.glob(".*"))
 
-    Campaign(begin, hurt, check).run(tmp_path, kills(8))
+    Campaign(begin, hurt, check).run(tmp_path, kills(5))

@@ -239,17 +239,29 @@ LISTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def filled(gateway: TimedGateway) -> TimedGateway:
+    """With a note and a run that are large."""
+
+    async def fill() -> None:
+        for path, body in (
+            ("/v1/loops/loop/journal/note", text_of_size(8 * MIB)),
+            (f"/v1/trajectories/{RUN}/events", one_run(20_000)),
+        ):
+            assert (await post(gateway, "one", path, body))[0] == 200
+
+    asyncio.run(fill())
+    return gateway
+
+
 @pytest.mark.parametrize("name", LISTS)
-async def test_no_answer_takes_the_loop_for_long(gateway: TimedGateway, name: str) -> None:
-    large = text_of_size(8 * MIB)
-    assert (await post(gateway, "one", "/v1/loops/loop/journal/note", large))[0] == 200
-    assert (await post(gateway, "one", f"/v1/trajectories/{RUN}/events", one_run(20_000)))[0] == 200
-    await gateway.ask("admin", "/slowest")
-    async with gateway.session("one") as http, http.get(LISTS[name]) as response:
+async def test_no_answer_takes_the_loop_for_long(filled: TimedGateway, name: str) -> None:
+    await filled.ask("admin", "/slowest")
+    async with filled.session("one") as http, http.get(LISTS[name]) as response:
         assert response.status == 200, await response.text()
         content = await response.read()
         assert len(content) == int(response.headers["content-length"]) and json.loads(content)
-    await held(gateway)
+    await held(filled)
 
 
 async def test_a_page_ends_where_it_weighs_too_much(gateway: TimedGateway) -> None:

@@ -156,7 +156,7 @@ def test_nothing_outlives_a_killed_owner(kind: Any, tmp_path: Path, shell) -> No
         kept = [int(supervisor), *descendants(int(supervisor))]
         assert len(kept) >= (7 if kind == "slurm" else 3)
         owner.kill()
-    wait_until(lambda: all(start_time(pid) is None for pid in kept), seconds=60.0)
+    wait_until(lambda: all(start_time(pid) is None for pid in kept))
     with open_scheduler(kind, home) as again:
         # Known as failed; or, where the controller had not saved that it ran, tried once more
         # and refused by its claim. Either way it never runs a second time by itself.
@@ -184,4 +184,4 @@ def test_a_killed_supervisor_takes_no_job_into_limbo(kind: Any, tmp_path: Path, 
         assert second != first
         assert end_of(opened, "job").state == "succeeded"
         assert text_of(command).count("up") == 1
-        wait_until(lambda: all(start_time(pid) is None for pid in kept), seconds=60.0)
+        wait_until(lambda: all(start_time(pid) is None for pid in kept))

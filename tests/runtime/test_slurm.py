@@ -115,7 +115,7 @@ def test_a_signal_to_script_and_task_together_leaves_their_exit_code(tmp_path: P
         ) as batch:
             assert batch.stdout and batch.stdout.readline() == b"up\n"
             os.killpg(batch.pid, signal.SIGTERM)
-            assert batch.wait(60) == 143
+            assert batch.wait(120) == 143
         assert (tmp_path / f"{number}.0.ended").read_text() == "143\n"
         assert (tmp_path / f"{number}.0.term").exists()
 
@@ -209,7 +209,7 @@ def test_the_script_outlives_sigterm_and_refuses_a_second_start(
         with pytest.raises(subprocess.TimeoutExpired):
             batch.wait(0.3)
         (tmp_path / "stop").touch()
-        assert batch.wait(60) == 9
+        assert batch.wait(120) == 9
     assert (tmp_path / "7.0.ended").read_text() == "9\n"
     again = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
     assert (again.returncode, again.stdout) == (75, "")

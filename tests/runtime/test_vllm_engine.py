@@ -90,7 +90,7 @@ async def wired(**wire: Any) -> AsyncIterator[tuple[VllmEngine, Wire]]:
     server_side = Wire(**wire)
     with TemporaryDirectory() as folder:
         server = await asyncio.start_unix_server(server_side.serve, f"{folder}/http")
-        engine = VllmEngine(f"{UNIX}{folder}/http", "m", "s3cret", timeout=5)
+        engine = VllmEngine(f"{UNIX}{folder}/http", "m", "s3cret", timeout=120)
         try:
             yield engine, server_side
             assert server_side.unlocked, "each request must have the secret"
@@ -268,7 +268,7 @@ async def test_changes_are_put_into_the_weights_they_are_of_else_all_are_loaded(
     application = web.Application()
     application.router.add_route("*", "/{path:.*}", vllm)
     async with at_socket(application) as url:
-        engine = VllmEngine(url, "m", "s3cret", timeout=5)
+        engine = VllmEngine(url, "m", "s3cret", timeout=120)
         await engine.prepare(home.checkpoint(held), "m@1")
         methods.clear()
         await engine.load(checkpoint, "m@2")

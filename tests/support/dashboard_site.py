@@ -61,8 +61,11 @@ def answer(request: dict[str, Any]) -> Any:
     return str(last["content"])
 
 
-async def _fill(site: Platform, home: Path) -> None:
+async def _runs(site: Platform) -> None:
     await asyncio.gather(_agents(site), _hostile(site), _long(site))
+
+
+async def _rest(site: Platform, home: Path) -> None:
     await _demonstrations(site, home.parent / "seed")
     await _train(site, Home(home))
     await _batch(site, home)
@@ -235,8 +238,11 @@ async def _long(site: Platform) -> None:
 
 
 @contextmanager
-def site(home: Path) -> Iterator[Platform]:
-    """The platform, with its runs recorded, and a ledger of its replica's two cores."""
+def site(home: Path, *, whole: bool = True) -> Iterator[Platform]:
+    """The platform, with its runs recorded, and a ledger of its replica's two cores.
+
+    If not `whole`, there are no jobs and batches, and only the datasets of a loop.
+    """
     model = model_with_tokenizer(home.parent / f"{home.name}-model")
     prices = PriceSettings(core_hour=1.5, currency="EUR")
 
@@ -246,7 +252,9 @@ def site(home: Path) -> Iterator[Platform]:
         await keep_ledger(file, pool.status, lambda: 0, cores, every=0.2, beat=1.0)
 
     with platform(home, Scoring(answer), model=model, beside=keep, prices=prices) as served:
-        asyncio.run(_fill(served, home))
+        asyncio.run(_runs(served))
+        if whole:
+            asyncio.run(_rest(served, home))
         _loop(served)
         yield served
 

@@ -153,4 +153,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    globals().update(__spec__=None, __file__=None)  # or what it spawns would import all of this
     main()

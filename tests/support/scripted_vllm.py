@@ -18,8 +18,6 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 from torch._C._distributed_c10d import TCPStore
-from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
-from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
 
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.weight_transfer import TransferSettings
@@ -137,6 +135,8 @@ class ScriptedVllm:
         return {"success": True}
 
     async def _init_weight_transfer_engine(self, init_info: dict[str, Any]) -> Any:
+        from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
+
         told = NCCLWeightTransferInitInfo(**init_info)
         assert told.packed and told.rank_offset == 1
         identity = base64.b64decode(init_info["nccl_unique_id_b64"], validate=True)
@@ -166,6 +166,8 @@ class ScriptedVllm:
         return {}
 
     def _receive(self, names: list[str], dtype_names: list[str], shapes: list[list[int]]) -> None:
+        from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
+
         assert self._coming is not None and self._group is not None
         dtypes = [getattr(torch, dtype) for dtype in dtype_names]
         sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]

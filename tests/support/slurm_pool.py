@@ -34,7 +34,7 @@ class Site:
         self.settings = settings
         self.tls: Path | None = None
         self.scheduler = Slurm(folder / "slurm", cluster, root=str(folder))
-        self.board = JobBoard(self.scheduler, 0.2)
+        self.board = JobBoard(self.scheduler, 0.5)
         self.pools: list[Pool] = []
 
     def hosts(
@@ -124,7 +124,7 @@ class Callers:
     async def _call(self) -> None:
         while not self._ended:
             self.answers.append(await ask(self._pool, lambda: self.version, self._text))
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)
 
     async def end(self) -> list[str]:
         """Every call was answered, or its error is raised."""

@@ -25,5 +25,5 @@ def wait_until(
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, why()
-        time.sleep(0.02)
+        time.sleep(0.05)
     return found

@@ -479,7 +479,7 @@ def test_what_was_forking_while_the_keeper_looked_is_ended_too() -> None:
         "sys.argv[1:] = [f'{{\"parent\": {os.getppid()}}}', 'bash', '-c', 'sleep 600 & exit 5']\n"
         "sys.exit(keeper.main())"
     )
-    assert subprocess.run([PYTHON, "-c", code], timeout=60).returncode == 5
+    assert subprocess.run([PYTHON, "-c", code]).returncode == 5
 
 
 def _arguments_of_all() -> str:
@@ -646,7 +646,7 @@ def without_bubblewrap(code: str, tmp_path: Path, *others: str) -> str:
         (tmp_path / name).symlink_to(str(shutil.which(name)))
     env = {"PATH": str(tmp_path)}
     return subprocess.run([PYTHON, "-c", code], env=env, cwd=ROOT, text=True, check=True,
-                          stdout=subprocess.PIPE, timeout=60).stdout  # fmt: skip
+                          stdout=subprocess.PIPE).stdout  # fmt: skip
 
 
 def test_where_bubblewrap_is_not_installed(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ async def test_a_set_that_was_removed_is_not_built_anew(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_kills_at_any_moment_lose_nothing_and_double_nothing(tmp_path: Path) -> None:
-    Campaign(steps, kill_builders, check).run(tmp_path, kills(10))
+    Campaign(steps, kill_builders, check).run(tmp_path, kills(6))
 
 
 @dataclass

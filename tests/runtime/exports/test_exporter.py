@@ -253,7 +253,7 @@ def test_killed_it_starts_again(large: Home, tmp_path: Path) -> None:
         kills += process.wait() < 0
         if target.exists():  # it was done
             shutil.rmtree(target)
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert orjson.loads(done.stdout)["records"] == LARGE
     assert left_in(tmp_path) == ["folder"]

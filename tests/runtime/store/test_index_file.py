@@ -6,7 +6,6 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -136,7 +135,7 @@ def test_two_processes_add_at_once(tmp_path: Path) -> None:
     count = 150
     children = [writer(path, name, count) for name in ("one", "two", "three")]
     for child in children:
-        child.communicate(timeout=120)
+        child.communicate()
         assert child.returncode == 0
     index = Index(path)
     assert set(index.progress().values()) == {200 * count}
@@ -155,7 +154,7 @@ def test_a_killed_writer_leaves_whole_transactions(tmp_path: Path) -> None:
         for _ in range(wait):
             child.stdout.readline()
         os.kill(child.pid, signal.SIGKILL)
-        child.communicate(timeout=60)
+        child.communicate()
         index = Index(path)
         progress = index.progress()
         calls = sum(run.calls for run in index.iterate(RunQuery()))
@@ -200,16 +199,14 @@ def test_threads_ask_while_another_adds(tmp_path: Path) -> None:
     threads = [threading.Thread(target=ask) for _ in range(12)]
     for thread in threads:
         thread.start()
-    until, n = time.monotonic() + 1.0, 0
-    while time.monotonic() < until:
+    for n in range(200):
         facts = placed([call(f"x{n}", f"run_{n % 500}")], "segment_x", 100 * n)
         assert index.add("segment_x", 100 * n, 100 * n + 100, facts) == 1
-        n += 1
     done.set()
     for thread in threads:
         thread.join(60)
     index.close()
-    assert not failed and n > 10
+    assert not failed
 
 
 @pytest.mark.slow

@@ -448,7 +448,7 @@ def test_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )  # fmt: skip
 def test_no_text_takes_forever(piece: str) -> None:
-    text = piece * (400_000 // len(piece))
+    text = piece * (200_000 // len(piece))
     all_kinds().apply(call(message={"role": "assistant", "content": text}, reply=text))
     for _, substitute in Sensitive(frozenset(KINDS)).substitutes():
         substitute(text)

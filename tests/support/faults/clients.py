@@ -43,7 +43,7 @@ class Client(threading.Thread):
         while not self.ended.is_set() and self.failure is None:
             count += 1
             self._ask(f"client {self._number}, question {count}")
-            time.sleep(0.05)
+            time.sleep(0.2)
 
     def _ask(self, text: str) -> None:
         key = uuid.uuid4().hex
