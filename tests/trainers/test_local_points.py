@@ -14,6 +14,7 @@ from cray_agents.config.job_section import JobSettings
 from cray_agents.paths import SCRATCH
 from cray_agents.ports import Command
 from cray_agents.runtime import fsck
+from cray_agents.runtime.disk.durable import replace_file
 from cray_agents.runtime.scheduler.site_environment import command_variables
 from cray_agents.trainers.checkpointing.save import rank_folder
 from cray_agents.trainers.checkpointing.save import step_of as step
@@ -179,7 +180,9 @@ def test_under_another_layout_it_goes_on_from_the_shared_root(
     lab: Any, scratch: Path, two_ranks: JobSpec
 ) -> None:
     killed(lab, two_ranks, scratch)
-    (job,) = launch(lab, two_ranks.model_copy(update={"layout": Layout()}), scratch)
+    moved = two_ranks.model_copy(update={"layout": Layout()})
+    replace_file(lab.home.job(moved.id) / "spec.json", moved.model_dump_json().encode())
+    (job,) = launch(lab, moved, scratch)
     before = shared_step(job)
     assert job.wait() == 0, job.log
     assert starts(job)[-1] == before and len(job.losses) == 24
