@@ -58,6 +58,7 @@ from cray_agents.errors import StoreError
 
 ITERATIONS = "generations"  # their name in earlier versions, whose loops go on in the same folder
 CACHE = "CRAY_AGENTS_CACHE"  # environment variable: the folder for a host's caches, not /var/tmp
+SCRATCH = "RANKS_SCRATCH"  # likewise, of jobs: the folder that `[job] scratch` names
 HARDWARE = "hardware."  # ... <node>.jsonl, in a job's or a session's folder: the load of a node
 
 
@@ -210,14 +211,19 @@ def host_cache() -> Path:
     usual = Path("/var/tmp")
     if not os.access(usual, os.W_OK | os.X_OK):
         usual = Path(tempfile.gettempdir())
-    directory = Path(os.environ.get(CACHE) or usual) / f"cray-agents-{os.getuid()}"
+    return own_folder(Path(os.environ.get(CACHE) or usual), CACHE)
+
+
+def own_folder(place: Path, setting: str) -> Path:
+    """Make and return this user's folder in a place. Raises StoreError, which names the setting."""
+    directory = place / f"cray-agents-{os.getuid()}"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.lstat()
         if status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) != 0o700:
             directory.chmod(0o700)
     except OSError as error:
-        raise StoreError(f"cannot write in {directory}: {error}: set {CACHE}") from error
+        raise StoreError(f"cannot write in {directory}: {error}: set {setting}") from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise StoreError(f"{directory} is not this user's: set {CACHE} to another place")
+        raise StoreError(f"{directory} is not this user's: set {setting} to another place")
     return directory

@@ -36,7 +36,7 @@ from cray_agents.runtime.store.segments.repair import Finding
 Check = Callable[[Path], None]  # of one file; raises Corrupt
 
 HASH = 32  # bytes of the hash before a baseline's numbers
-SEAL = "SEALED.json"  # of a resume point, written by trainers/checkpointing
+SEAL, POINT = "SEALED.json", "point.json"  # of a resume point, as trainers/checkpointing writes it
 #: Files with one record each, by their ending or their place.
 RECORD = re.compile(
     r".*\.(json|deleted|revoked|validated|ended|ready|pruned|resumed)"
@@ -162,8 +162,11 @@ def _check_resume_point(folder: Path) -> None:
         seal = checksums.read_json(folder / SEAL)
     except FileNotFoundError:
         raise Corrupt(f"{folder} has no {SEAL}") from None
-    for name, sha256 in seal.items():
-        checksums.prove(folder / name, sha256)
+    elsewhere = folder.name.startswith(
+        durable.LOCAL
+    )  # its ranks' files are on the nodes' own disks
+    for name in [POINT] if elsewhere else seal:
+        checksums.prove(folder / name, seal[name])
 
 
 def _check_batch_input(root: Path) -> None:

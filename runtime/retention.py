@@ -26,7 +26,7 @@ from cray_agents.iteration import Iteration, base_version, promoted_version
 from cray_agents.paths import Home
 from cray_agents.records import ModelVersion, new_id
 from cray_agents.runtime.disk import checksums, durable
-from cray_agents.runtime.disk.durable import remove, resume_points, size_of
+from cray_agents.runtime.disk.durable import LOCAL, remove, resume_points, size_of
 from cray_agents.runtime.fine_tuning.job_records import TuningFolder
 from cray_agents.runtime.registry.checkpoints import (
     ADAPTER,
@@ -188,7 +188,7 @@ def _free_points(
         if has_ended(folder.parent):
             stays = job in sources or (home.checkpoint(job).is_dir() and job not in going)
             paths += resume_points(folder)[1 if stays else 0 :]
-            drafts = (*folder.glob(".*step-*"), *folder.glob(".kept-*"))
+            drafts = (*folder.glob(".*step-*"), *folder.glob(".kept-*"), *folder.glob(f"*{LOCAL}*"))
             paths += [path for path in drafts if path.is_dir()]
         if paths:
             points[job] = paths

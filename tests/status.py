@@ -49,6 +49,7 @@ sinks and windows without a sequence's square | trainers/transformers_backend/pa
 the trainer's CUDA branches, on tensors without numbers | trainers/cuda_branches | |
 vLLM's parser and plug-ins for GPUs | runtime/vllm_for_gpus | |
 jobs that continue after failures | trainers/resume trainers/job | trainers/faults | hang
+resume points on the nodes' own disks | trainers/local_points | |
 versions while a job trains | trainers/job_versions loop_versions | |
 a spare node in place of a lost one | | trainers/spare_nodes |
 training sessions | trainers/session training_session | | session session-lora

@@ -2,9 +2,11 @@
 
 The first process that asks for one makes it in a draft, which is then renamed; the others wait.
 It first deletes the drafts of killed ones, and what no job has asked for in a week. Called by
-data/stored_tokens.py and models/transformers_backend/initial_weights.py.
+data/stored_tokens.py and models/transformers_backend/initial_weights.py. `scratch_folder` is where
+checkpointing/save.py has resume points on the node's own disk.
 """
 
+import hashlib
 import os
 import shutil
 import time
@@ -13,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from cray_agents.errors import CrayError, StoreError
-from cray_agents.paths import CACHE, host_cache
+from cray_agents.paths import CACHE, SCRATCH, host_cache, own_folder
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.disk.host_lock import HostLock
 from cray_agents.trainers.progress import CLOCK
@@ -64,6 +66,26 @@ def check_room(draft: Path, size: int, what: str) -> None:
             f"{what} take {size >> 20} MiB of this host's own disk, and {draft.parent} has"
             f" {free >> 20} MiB left: free some, or set {CACHE} to a disk with room"
         )
+
+
+def scratch_folder(job: Path) -> Path | None:
+    """Return a job's folder on this node's own disk; None without `[job] scratch`.
+
+    `job`: its folder on the shared root. Virtual nodes of one host have each their own.
+    """
+    if not (scratch := os.environ.get(SCRATCH)):
+        return None
+    root = hashlib.sha256(os.fsencode(job.parents[1])).hexdigest()[:16]
+    node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+    return Path(scratch) / f"cray-agents-{os.getuid()}" / root / node / job.name
+
+
+def check_scratch() -> None:
+    """Raise StoreError unless this node has the folder, and a folder of this user's in it."""
+    scratch = Path(os.environ[SCRATCH])
+    if not scratch.is_dir():  # it is not made: that would be on the system's disk
+        raise StoreError(f"this node has no folder {scratch}, which `[job] scratch` names")
+    own_folder(scratch, "`[job] scratch`")
 
 
 def _sweep(folder: Path) -> None:

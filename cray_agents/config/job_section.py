@@ -102,6 +102,7 @@ Option = Annotated[str, matching("--.*", "is no option: write it as --name or --
 Module = Annotated[
     str, matching("[A-Za-z0-9][A-Za-z0-9_.+:/-]*", "is no module's name: write it as cuda/12.9")
 ]
+Folder = Annotated[str, matching("/.*", "is no whole path: write it as /local/nvme")]
 PrologLine = Annotated[
     str, matching(r"(?!\s*#SBATCH).*", "has no effect in a prolog: use slurm_options")
 ]
@@ -157,6 +158,11 @@ class JobSettings(BaseModel):
         None, pattern=r"^[A-Za-z0-9_.-]+$", description="Slurm's type of GPU, as h200 in gpu:h200:8"
     )
     container: JobContainer | None = Field(None, description="what the tasks run in")
+    scratch: Folder | None = Field(
+        None,
+        description="a folder on each node's own disk, where resume points are written first, such"
+        " as /local/nvme",
+    )
     slurm_options: dict[JobKind, list[str]] = Field(
         default_factory=dict,
         description="sbatch options by kind of job: training, session, replica, script",

@@ -150,6 +150,10 @@ def remove(folder: Path) -> int:
     return before - size_of(aside)
 
 
+#: The beginning of the names of resume points whose files are on the nodes' own disks.
+LOCAL = "local-"
+
+
 def resume_points(megatron: Path) -> list[Path]:
     """Return the published resume points in a job's megatron/ folder, newest first."""
     return sorted(megatron.glob("step-*"), reverse=True)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from cray_agents.config.job_section import FABRICS, RESERVED, JobContainer, JobSettings
 from cray_agents.errors import SchedulerError
+from cray_agents.paths import SCRATCH
 from cray_agents.ports import Command
 
 #: Daemons and clients that a private cluster needs.
@@ -91,7 +92,9 @@ def command_variables(settings: JobSettings, command: Command) -> dict[str, str]
         if not name.isidentifier():
             raise SchedulerError(f"{command.name}: {name!r} cannot name an environment variable")
     site = site_variables(settings, gpus=command.gpus)
-    return {**site, **command.environment, **settings.environment}
+    trains = command.kind in ("training", "session")
+    scratch = {SCRATCH: settings.scratch} if trains and settings.scratch else {}
+    return {**site, **command.environment, **scratch, **settings.environment}
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:

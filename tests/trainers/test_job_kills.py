@@ -2,7 +2,8 @@
 
 At random moments (starting, in a step, while a resume point or the checkpoint is written) the
 launcher or a rank gets SIGKILL, SIGTERM, SIGUSR1, or SIGTERM and then SIGKILL; then the job is
-started again at once, now and then under another layout. Prints what was seen.
+started again at once, now and then under another layout, or with resume points on its node's own
+disk first. Prints what was seen.
 """
 
 import os
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cray_agents.paths import Home
+from cray_agents.paths import SCRATCH, Home
 from cray_agents.processes import alive
 from cray_agents.records import Manifest
 from cray_agents.runtime.disk.durable import replace_file
@@ -100,13 +101,13 @@ class Kill:
 class Attempt:
     """A start of a job, which may be killed."""
 
-    def __init__(self, lab: Any, spec: JobSpec) -> None:
+    def __init__(self, lab: Any, spec: JobSpec, scratch: Path | None) -> None:
         self.folder: Path = lab.home.job(spec.id)
         self.checkpoints: Path = lab.home.checkpoint(spec.id).parent
         points = self.points
         self.newest = points[-1] if points else 0  # it has to go on from here, or later
         self.before = JobJournal(lab.home, spec.id).attempts
-        self.job = lab.start(spec)
+        self.job = lab.start(spec, **({} if scratch is None else {SCRATCH: str(scratch)}))
         self.ranks: list[int] = []
         self.hit, self.went_on = "", False
 
@@ -226,7 +227,8 @@ class Jobs:
         own, hits = spec.layout, Counter[str]()
         left = chance.randint(1, max(1, KILLS // len(COURSES)))
         while True:
-            attempt = job.attempt = Attempt(job.lab, spec)
+            scratch = self.folder if chance.random() < 0.5 else None
+            attempt = job.attempt = Attempt(job.lab, spec, scratch)
             job.moved = job.moved or spec.layout != own
             kill = Kill.draw(chance, spec.layout.world) if left else None
             killed = kill is not None and attempt.bear(kill)
@@ -262,6 +264,7 @@ class Jobs:
             if since < attempt.newest:
                 return f"went on from step {since}, and there was a point of {attempt.newest}"
             self.seen["starts from a resume point"] += since > 0
+            self.seen["starts from a point on the node's own disk"] += since > attempt.newest
         if kill is None:
             return None if code == 0 else f"died of itself: exit code {code}\n{job.log}"
         self.seen["kills that left half a resume point"] += bool(attempt.drafts)
@@ -294,7 +297,8 @@ class Jobs:
         if not moved and checkpoint_of(job) != checkpoint_of(whole):
             return "the same losses, but another checkpoint"
         self.seen[RIGHT[moved]] += 1
-        litter = [*attempt.drafts, *attempt.half_checkpoints]
+        notes = (attempt.folder / "megatron").glob("*local-*")
+        litter = [*attempt.drafts, *attempt.half_checkpoints, *notes]
         return f"left {[path.name for path in litter]}" if litter else None
 
     def table(self) -> str:

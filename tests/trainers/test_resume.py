@@ -1,8 +1,10 @@
 """Resume points: in the same layout the same bits, in another the same numbers, or nothing."""
 
 import json
+import os
 import resource
 import shutil
+import threading
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 
 from cray_agents.errors import Corrupt, JobError, NewerFormat
+from cray_agents.paths import SCRATCH
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.training_jobs import JobSpec, Layout
 from tests.support.trainers.forked_ranks import run_forked, training_in_rank
@@ -32,9 +35,13 @@ class Course:
     file_bytes: int | None = None  # the largest file that the system lets a rank write
     keep: int = 9
     polls_late: bool = False
+    slow_root: bool = False  # its first point is published when the last one is written
+    loses: bool = False  # rank 1 loses what is on its node's disk, and not published then
 
 
 def sail(spec: JobSpec, course: Course, rank: int, store: Any, stop: Any) -> int:
+    import torch
+
     from cray_agents.trainers.checkpointing import resume
     from cray_agents.trainers.checkpointing.save import Saver
     from cray_agents.trainers.data.packer import BaselineLogprobs
@@ -45,6 +52,15 @@ def sail(spec: JobSpec, course: Course, rank: int, store: Any, stop: Any) -> int
     told: list[int] = []
     lasted: list[float] = []
 
+    writers: list[int] = []  # the threads that publish: that of local points comes first
+    released = threading.Event()
+
+    def may_publish() -> bool:
+        writers.append(threading.get_ident())
+        if course.slow_root and writers[-1] != writers[0]:
+            released.wait()
+        return course.may_publish
+
     def report(step: int, seconds: float) -> None:
         told.append(step)
         lasted.append(seconds)
@@ -54,7 +70,7 @@ def sail(spec: JobSpec, course: Course, rank: int, store: Any, stop: Any) -> int
         course.folder,
         1,
         course.keep,
-        lambda: course.may_publish,
+        may_publish,
         report,
     )
     losses: list[float] = [0.0] * 9
@@ -68,13 +84,20 @@ def sail(spec: JobSpec, course: Course, rank: int, store: Any, stop: Any) -> int
         begun = time.monotonic()
         if training.done % 2 == 0:
             saver.save({"losses": losses})
-        if course.polls_late and saver._files._flight is not None:
-            saver._files._flight.result()
+        if course.polls_late and saver._ends:
+            saver._ends[0][1].result()
             written = time.monotonic() - begun
             time.sleep(0.1)
             saver.poll()
             assert lasted[-1] <= written
         saver.poll()
+    if course.slow_root:
+        assert saver._staging is not None
+        saver._staging.result()
+        if course.loses and rank == 1:
+            shutil.rmtree(os.environ[SCRATCH])
+        torch.distributed.barrier()
+    released.set()
     saver.finish()
     last = course.folder / f"step-{training.done:08d}" / "SEALED.json"
     assert last.exists() == course.may_publish  # when `finish` returns, on every rank
@@ -195,6 +218,21 @@ def test_the_last_points_are_kept_and_each_is_told_of(lab: Any, tmp_path: Path) 
     ]
     assert json.loads((course.folder / "told-0.json").read_bytes())[0] == [2, 4, 6]
     assert json.loads((course.folder / "told-1.json").read_bytes())[0] == []
+
+
+@pytest.mark.parametrize("loses", [False, True], ids=["whole", "lost"])
+def test_where_the_shared_root_is_slow_training_does_not_wait_and_points_are_left_out(
+    lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loses: bool
+) -> None:
+    """The last one is not: where its file is lost it is written from memory again."""
+    lab.dataset()
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
+    course = Course(tmp_path / "points", lab.home.dataset("ds"), steps=8, slow_root=True)
+    run(lab.spec("qwen3", layout={"data": 2}), replace(course, loses=loses))
+    told = json.loads((course.folder / "told-0.json").read_bytes())[0]
+    assert told[-1] == 8 and len(told) <= 2
+    assert not list(course.folder.glob("*local-*"))
 
 
 def test_the_seconds_are_those_of_the_writing(lab: Any, tmp_path: Path) -> None:

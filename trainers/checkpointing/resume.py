@@ -2,18 +2,21 @@
 
     megatron/step-00000050/    published by rename when complete; SEALED.json has every file's hash
     megatron/.step-...         being written, or left half-written by a killed job: never loaded
+    megatron/local-...         a point that is newer, on the nodes' own disks: see save.py
 
 Under its own layout training continues bit for bit on CPUs; kernels of GPUs add in an order of
 their own. Under another layout only the order of additions differs. A point that differs from its
 seal is set aside, and the one before it is used. One process chooses a point that looks whole; all
-ranks verify it together, each by its share of the files, before any of them reads it. Read next:
-save.py, which writes the points.
+ranks verify it together, each by its share of the files, before any of them reads it. Of a local
+point each rank verifies its own files. Where one is missing or damaged, all go on from the shared
+root. Read next: save.py, which writes the points.
 """
 
 import hashlib
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,11 +26,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cray_agents.errors import BadInput, Corrupt, NotFound
+from cray_agents.errors import BadInput, Corrupt, JobError, NotFound
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.disk.checksums import check_version
-from cray_agents.runtime.disk.durable import kept_state, resume_points
-from cray_agents.trainers.checkpointing.save import POINT, SEAL, VERSION
+from cray_agents.runtime.disk.durable import LOCAL, kept_state, resume_points
+from cray_agents.trainers.checkpointing.save import POINT, SEAL, VERSION, is_local, rank_folder
+from cray_agents.trainers.checkpointing.save import step_of as step_of
 from cray_agents.trainers.checkpointing.state import (
     NUMBERS,
     OwnedRange,
@@ -37,16 +41,13 @@ from cray_agents.trainers.checkpointing.state import (
     local_ranges,
     owned_ranges,
 )
+from cray_agents.trainers.host_copies import scratch_folder
 from cray_agents.trainers.training.parallel_groups import gather_from_ranks
 from cray_agents.trainers.training.train_step import RankTraining
+from cray_agents.training_jobs import Layout
 
 Floats = npt.NDArray[np.float32]
 Slices = tuple[slice, ...]
-
-
-def step_of(point: Path) -> int:
-    """Return the number of steps done at a resume point."""
-    return int(point.name.removeprefix("step-"))
 
 
 def read_seal(point: Path) -> dict[str, str]:
@@ -55,20 +56,37 @@ def read_seal(point: Path) -> dict[str, str]:
         seal: dict[str, str] = json.loads((point / SEAL).read_bytes())
     except (FileNotFoundError, ValueError):
         raise Corrupt(f"resume point {point}: no readable {SEAL}") from None
-    for name in seal:
+    for name in [POINT] if is_local(point) else seal:
         if not (point / name).exists():
             raise Corrupt(f"resume point {point}: {name} is missing")
     return seal
 
 
 def verify(point: Path, rank: int = 0, world: int = 1) -> None:
-    """Raise Corrupt, naming the file, if a rank's share of a resume point differs from its seal."""
-    seal = read_seal(point)
-    names = sorted(seal, key=lambda name: (name.endswith(".json"), name))[rank::world]
+    """Raise Corrupt, naming the file, if a rank's share of a resume point differs from its seal.
+
+    Of a local point that is what the rank itself will read.
+    """
+    seal, folder = read_seal(point), rank_folder(point, rank)
+    names = sorted(seal, key=lambda name: (name.endswith(".json"), name))
+    if is_local(point):
+        names = [POINT, *(name for name in names if f"-{rank:05d}." in name)]
+    else:
+        names = names[rank::world]
+
+    def hash_of(name: str) -> str:
+        try:
+            return durable.sha256_file((point if name == POINT else folder) / name)
+        except OSError as error:
+            if not is_local(point):  # the shared root is away: another attempt may find it there
+                raise
+            why = f"{name} cannot be read on its node: {error.strerror}"
+            raise Corrupt(f"resume point {point}: {why}") from error
+
     with ThreadPoolExecutor() as pool:
-        hashes = pool.map(lambda name: durable.sha256_file(point / name), names)
+        hashes = pool.map(hash_of, names)
     for name, sha256 in zip(names, hashes, strict=True):
-        if sha256 != seal[name]:
+        if sha256 != seal.get(name):
             raise Corrupt(f"resume point {point}: {name} is not what was written (bad checksum)")
 
 
@@ -87,10 +105,14 @@ def verify_together(point: Path) -> str | None:
 
 
 def set_aside(point: Path) -> None:
-    """Rename a damaged point, so that nothing reads it again. Called by one process."""
-    aside = point.with_name(f".corrupt-{point.name}")
+    """Rename a damaged point, so that nothing reads it again. Called by one process.
+
+    A local one is forgotten: its files may be gone with a node.
+    """
+    aside = point if is_local(point) else point.with_name(f".corrupt-{point.name}")
     shutil.rmtree(aside, ignore_errors=True)
-    point.rename(aside)
+    if aside != point:
+        point.rename(aside)
 
 
 def seal_of(point: Path) -> str:
@@ -114,14 +136,17 @@ def _read_point(point: Path) -> dict[str, Any]:
     return content
 
 
-def choose(folder: Path, in_memory: str = "") -> tuple[Path | None, list[str]]:
+def choose(
+    folder: Path, in_memory: str = "", layout: Layout | None = None
+) -> tuple[Path | None, list[str]]:
     """Return the newest whole resume point, and the problems of newer ones, which are set aside.
 
-    The point whose seal has the hash `in_memory` is not read: the ranks hold its content. Called by
-    one process. Before they load the point, all ranks call `verify_together`.
+    The point whose seal has the hash `in_memory` is not read: the ranks hold its content. `layout`:
+    that of the ranks, which alone can read a local point of it. Called by one process. Before they
+    load the point, all ranks call `verify_together`.
     """
     problems: list[str] = []
-    for point in resume_points(folder):
+    for point in [*_local_points(folder, layout), *resume_points(folder)]:
         if in_memory and seal_of(point) == in_memory:
             return point, problems
         try:
@@ -132,6 +157,25 @@ def choose(folder: Path, in_memory: str = "") -> tuple[Path | None, list[str]]:
         else:
             return point, problems
     return None, problems
+
+
+def _local_points(folder: Path, layout: Layout | None) -> list[Path]:
+    """Return the local points that are newer than the shared root's, the newest first.
+
+    What ranks of this layout cannot go on from is forgotten.
+    """
+    drained = max(map(step_of, resume_points(folder)), default=0)
+    usable: list[Path] = []
+    for point in sorted(folder.glob(f"{LOCAL}*"), reverse=True):
+        written = None
+        with suppress(OSError, ValueError):
+            written = _read_point(point).get("layout")
+        fits = layout is not None and written == layout.model_dump()
+        if fits and step_of(point) > drained and scratch_folder(folder.parent) is not None:
+            usable.append(point)
+        else:
+            set_aside(point)
+    return usable
 
 
 def newest_point(folder: Path, job_id: str) -> Path:
@@ -177,18 +221,20 @@ def load(training: RankTraining, point: Path) -> dict[str, Any]:
     """
     saved = _SavedPoint(point)
     ranges = local_ranges(training)
-    allocate_moments(training, saved.adam_steps)
+    every = gather_from_ranks(str(saved.adam_steps).encode())  # of a local point each knows its own
+    allocate_moments(training, max(map(int, every)))
     if training.shards is not None:
         training.shards.forget_gathered()
     with torch.no_grad():
         for range_ in (one for its_ranges in ranges.values() for one in its_ranges):
-            saved.rows_of(range_)  # all ranks refuse alike, also one that owns nothing of it
+            if not is_local(point):  # else it is of this job, and holds what this rank owns
+                saved.rows_of(range_)  # all ranks refuse alike, also one that owns nothing of it
         for owned in owned_ranges(training, ranges):
             for number, tensor in enumerate(owned.tensors):
                 values = saved.read(owned.range_, number, owned.first, owned.count)
                 tensor[: len(values)].copy_(values)
         training.optimizer_to_weights()
-    training.done, training.saved = saved.step, point
+    training.done, training.saved = saved.step, None if is_local(point) else point
     return saved.common
 
 
@@ -241,7 +287,8 @@ class _SavedPoint:
         self.common: dict[str, Any] = content["common"]
         self.adam_steps = 0
         self._weights: dict[str, dict[TensorSlice, list[_SavedRange]]] = {}
-        for path in sorted(point.glob("rank-*.json")):
+        files = rank_folder(point, torch.distributed.get_rank()) if is_local(point) else point
+        for path in sorted(files.glob("*-*.json")):
             index = json.loads(path.read_bytes())
             self.adam_steps = max(self.adam_steps, index["adam_steps"])
             self._read_index(path.with_suffix(".bin"), index["pieces"])
@@ -298,6 +345,7 @@ class _SavedPoint:
                     flat[saved.first : saved.first + saved.count] = values
                 block[in_block] = flat.reshape(slice_.shape)[in_slice]
             return torch.from_numpy(block.reshape(-1)[first:end])
+        missing = len(numbers)
         for slice_, ranges, _ in overlaps:
             begin = (slice_.offset[0] - wanted.offset[0]) * row
             for saved in ranges:
@@ -307,6 +355,9 @@ class _SavedPoint:
                     numbers[low - first : high - first] = saved.read(
                         number, low - start, high - low
                     )
+                    missing -= high - low
+        if missing > 0:
+            raise JobError(f"resume point {self.point} lacks elements of {wanted.key}: report it")
         return torch.from_numpy(numbers)
 
 

@@ -12,6 +12,7 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from cray_agents.trainers.data.packer import Columns
 from cray_agents.trainers.data.samples import Floats, Samples
 from cray_agents.trainers.job.job_inputs import JobInputs
 from cray_agents.trainers.job.journal import CommandJournal
-from cray_agents.trainers.job.master_weights import note_moved
+from cray_agents.trainers.job.master_weights import note_moved, warn
 from cray_agents.trainers.job.weights_check import FailedEverywhere
 from cray_agents.trainers.methods.token_losses import token_loss
 from cray_agents.trainers.training.accumulation import Accumulation
@@ -119,6 +120,8 @@ class CommandRun:
             work.spec.keep,
             may_publish=lambda: work.journal.fenced(work.attempt) is None,
             report=lambda step, seconds: work.journal.event("saved", step=step, seconds=seconds),
+            warn=partial(warn, work.journal),
+            resumed=work.resume_from,
         )
         try:
             ended = False

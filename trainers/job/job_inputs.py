@@ -17,6 +17,7 @@ from cray_agents.paths import Home
 from cray_agents.records import LogprobDistance
 from cray_agents.runtime.accounting.ledger import LedgerFile
 from cray_agents.runtime.datasets.reader import read_manifest as read_dataset_manifest
+from cray_agents.runtime.disk.durable import LOCAL
 from cray_agents.runtime.registry.checkpoints import (
     MANIFEST,
     config_sha256,
@@ -227,9 +228,10 @@ def choose_start(
     check_layers(layers, hyper, spec.recompute, mixture=bool(work.model.experts))
     resume.sweep(work.megatron)
     resume.sweep(work.megatron, ".kept-*")
+    resume.sweep(work.megatron, f".{LOCAL}*")
     final = work.journal.home.checkpoint(work.spec.id)
     resume.sweep(final.parent, f".{final.name}[.-]*")  # of its end, and of its publishes
-    point, problems = resume.choose(work.megatron, point_in_memory)
+    point, problems = resume.choose(work.megatron, point_in_memory, spec.layout)
     step = resume.step_of(point) if point else 0
     source = None if optimizer_in_memory else work.spec.optimizer_from
     if point is None and spec.state_from is not None:

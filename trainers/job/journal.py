@@ -9,6 +9,7 @@
     status.<n>.json the n-th failure, set aside for a retry
     spec.next.json  the JobSpec of a retry, until it replaces spec.json
     megatron/step-<n>/  resume points (checkpointing/resume.py); kept-<n>/: states for other jobs
+                        local-<n>.<attempt>/: what describes one on the nodes' own disks
     microbatch.json tokens of a micro-batch, of a job whose own were too many for the memory
     waits.json      why the job waits, as its scheduler said last; missing while it runs
     end.json        the launcher's report of a bad end (rank_monitor.py), until the next start

@@ -345,6 +345,8 @@ def train(
         spec.keep,
         may_publish=lambda: work.journal.fenced(work.attempt) is None,
         report=lambda step, seconds: work.journal.event("saved", step=step, seconds=seconds),
+        warn=partial(master_weights.warn, work.journal),
+        resumed=work.resume_from,
     )
 
     def to_evaluate() -> bool:

@@ -89,7 +89,8 @@ def check_start(work: JobInputs, choose: Callable[[JobInputs], JobInputs]) -> Jo
         if is_rank0():
             resume.set_aside(point)
             print(f"{problem}; set aside, the one before it is used", flush=True)
-            work.journal.event("corrupt", message=problem)
+            kind = "warning" if resume.is_local(point) else "corrupt"  # as of a node that was lost
+            work.journal.event(kind, message=f"{problem}; the one before it is used")
             try:
                 chosen = choose(work).points
             except CrayError as error:

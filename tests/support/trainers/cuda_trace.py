@@ -88,7 +88,7 @@ def save(training: Any, known: Any, folder: Path) -> None:
     from cray_agents.trainers.checkpointing.save import Saver
 
     saver = Saver.__new__(Saver)
-    saver._training, saver._owned = training, []
+    saver._training, saver._owned, saver._buffers, saver._locally = training, {}, {}, False
     saver._stage()
 
 
