@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from cray_agents.cli import preflight
-from cray_agents.cli.doctor import check, together
+from cray_agents.cli.doctor import check
+from cray_agents.cli.platform import together
 from cray_agents.cli.preflight import Node, check_node, check_slurm, describe_topology
 from cray_agents.config import Config
 from cray_agents.config.job_section import JobContainer, JobSettings
@@ -208,7 +209,6 @@ def test_counters_that_grow_meanwhile_fail(node: Node, tmp_path: Path) -> None:
 ROWS = """
 import json, os, sys
 from pathlib import Path
-from cray_agents.cli.doctor import check, together
 from cray_agents.cli.preflight import Node, shared_memory, shared_root
 from cray_agents.config.job_section import JobSettings
 for what in sys.argv[2:]:
