@@ -32,7 +32,7 @@ COMMANDS = {
     "down": "platform",
     "status": "platform",
     "dashboard": "dashboard",
-    "doctor": "doctor",
+    "doctor": "platform",
     "run": "agents",
     "chat": "agents",
     "mcp": "agents",

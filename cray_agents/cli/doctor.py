@@ -1,4 +1,7 @@
-"""`doctor` command: check this machine and its shared root, and say how to mend anything."""
+"""Checks of `doctor`: this machine and its shared root, and how to mend anything.
+
+platform.py has the command. Read next: preflight.py, `--node` and `--cluster`.
+"""
 
 import importlib.util
 import os
@@ -9,12 +12,9 @@ import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from cray_agents.cli.options import Commands, given
-from cray_agents.cli.screen import errors, settings, show, when
+from cray_agents.cli.screen import errors, when
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
@@ -41,53 +41,10 @@ MEMORY_GIB, DISK_GIB = 8, 5
 DRIVER, OLDEST_DRIVER = "/proc/driver/nvidia/version", 580
 
 
-commands = Commands()
-
-
-@commands.command("doctor")
-def doctor(
-    node: Annotated[
-        bool, typer.Option(help="check deeply: GPUs, CUDA, fabric, the root's promises and speed")
-    ] = False,
-    cluster: Annotated[
-        bool, typer.Option(help="do so on the nodes of Slurm with room, by a job, and between them")
-    ] = False,
-) -> None:
-    """Check this machine. Exit code 2 when something needed fails."""
-    config, columns = settings(), ["check", "state", "found", "to mend it"]
-    if node and cluster:
-        raise BadInput("--node is a part of --cluster: leave one of them out", param="node")
-    if cluster:
-        from cray_agents.cli.preflight import check_cluster
-
-        rows, columns = check_cluster(config), ["node", *columns]
-    elif node:
-        from cray_agents.cli.preflight import Node, check_node
-
-        least = 1 if config.train_gpus == "on" else None
-        rows = check_node(Node(config.root.root, config.job, least))
-    else:
-        rows = [*python(), *packages(), *slurm(), *sandbox(), *training(config)]
-        rows += [*machine(config.root.root), *control(config.root), *audit(config.root)]
-    show(rows if given().json or not cluster else together(rows), columns)
-    if any(row["state"] == "fail" for row in rows):
-        raise typer.Exit(2)
-
-
-def together(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of several nodes with one for each check, state and remedy."""
-    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((row["check"], row["state"], row["to mend it"]), []).append(row)
-    merged = []
-    for same in groups.values():
-        names, found = (
-            [*dict.fromkeys(row.get(key, "") for row in same)] for key in ("node", "found")
-        )
-        who = ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
-        said = "; ".join(found[:3]) + "; ..." * (len(found) > 3)
-        merged.append({**same[0], "node": who, "found": said})
-    return merged
+def check_machine(config: Config) -> list[dict[str, Any]]:
+    """Return the rows of this machine and its root."""
+    rows = [*python(), *packages(), *slurm(), *sandbox(), *training(config)]
+    return [*rows, *machine(config.root.root), *control(config.root), *audit(config.root)]
 
 
 def check(name: str, good: bool, value: str, mend: str, *, required: bool = True) -> dict[str, Any]:

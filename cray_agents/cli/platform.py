@@ -1,4 +1,4 @@
-"""`up`, `down`, `status` commands: run a platform, end it, show its state.
+"""`up`, `down`, `status`, `doctor` commands: run a platform, end it, show its state, look for faults.
 
 `up` composes gateway, pool, store, scheduler and trainer in one process (server/compose.py);
 server/platform_process.py finds, starts and ends that process. overview.py draws `status --watch`.
@@ -316,3 +316,50 @@ def describe_controller(controller: dict[str, Any]) -> str:
         f"{when(controller['since'])}, term {controller['term']}; standbys: "
         f"{', '.join(waiting) or 'none'}"
     )
+
+
+@commands.command("doctor")
+def doctor(
+    node: Annotated[
+        bool, typer.Option(help="check deeply: GPUs, CUDA, fabric, the root's promises and speed")
+    ] = False,
+    cluster: Annotated[
+        bool, typer.Option(help="do so on the nodes of Slurm with room, by a job, and between them")
+    ] = False,
+) -> None:
+    """Check this machine. Exit code 2 when something needed fails."""
+    config, columns = settings(), ["check", "state", "found", "to mend it"]
+    if node and cluster:
+        raise BadInput("--node is a part of --cluster: leave one of them out", param="node")
+    if cluster:
+        from cray_agents.cli.preflight import check_cluster
+
+        rows, columns = check_cluster(config), ["node", *columns]
+    elif node:
+        from cray_agents.cli.preflight import Node, check_node
+
+        least = 1 if config.train_gpus == "on" else None
+        rows = check_node(Node(config.root.root, config.job, least))
+    else:
+        from cray_agents.cli.doctor import check_machine
+
+        rows = check_machine(config)
+    show(rows if given().json or not cluster else together(rows), columns)
+    if any(row["state"] == "fail" for row in rows):
+        raise typer.Exit(2)
+
+
+def together(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of several nodes with one for each check, state and remedy."""
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["check"], row["state"], row["to mend it"]), []).append(row)
+    merged = []
+    for same in groups.values():
+        names, found = (
+            [*dict.fromkeys(row.get(key, "") for row in same)] for key in ("node", "found")
+        )
+        who = ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
+        said = "; ".join(found[:3]) + "; ..." * (len(found) > 3)
+        merged.append({**same[0], "node": who, "found": said})
+    return merged

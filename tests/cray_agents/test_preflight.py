@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from cray_agents.cli import preflight
-from cray_agents.cli.doctor import check, together
+from cray_agents.cli.doctor import check
+from cray_agents.cli.platform import together
 from cray_agents.cli.preflight import Node, check_node, check_slurm, describe_topology
 from cray_agents.config import Config
 from cray_agents.config.job_section import JobContainer, JobSettings
@@ -185,13 +186,8 @@ def test_other_faults_of_a_node(node: Node, tmp_path: Path, monkeypatch: Any) ->
     write(tmp_path, {"bin/srun": "#!/bin/sh\necho --gres"})
     [runtime, _] = preflight.container(replace(node, job=pyxis))
     assert runtime["found"] == "srun has no --container-image" and "pyxis" in runtime["to mend it"]
-    matrix = (
-        "\tGPU0\tGPU1\tGPU2",
-        "GPU0\tX\tNV18\tSYS",
-        "GPU1\tNV18\tX\tNV18",
-        "GPU2\tSYS\tNV18\tX",
-    )
-    said, odd = describe_topology("\n".join(matrix))
+    matrix = "  GPU0 GPU1 GPU2\nGPU0 X NV18 SYS\nGPU1 NV18 X NV18\nGPU2 SYS NV18 X\n"
+    said, odd = describe_topology(matrix)
     assert (said, odd) == ("2 x NV18, 1 x SYS", "GPU0 and GPU2 are linked by SYS, not NVLink")
     no_port = replace(node, host=tmp_path / "empty")
     assert [row["state"] for row in preflight.fabric(no_port)] == ["fail"]  # [job] names ucx
@@ -213,7 +209,6 @@ def test_counters_that_grow_meanwhile_fail(node: Node, tmp_path: Path) -> None:
 ROWS = """
 import json, os, sys
 from pathlib import Path
-from cray_agents.cli.doctor import check, together
 from cray_agents.cli.preflight import Node, shared_memory, shared_root
 from cray_agents.config.job_section import JobSettings
 for what in sys.argv[2:]:
