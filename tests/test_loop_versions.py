@@ -5,6 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,9 @@ class HeldJobs:
     def recorded(self, version: str) -> int:
         return len(self.store.runs(RunQuery(loop="it", split="holdout", model=version)))
 
+    def tried(self, version: str) -> bool:
+        return self.recorded(version) == choosing()
+
     def loads(self, version: str) -> int:
         return sum(engine.loaded.count(version) for engine in self.engines)
 
@@ -165,7 +169,7 @@ async def test_versions_are_tried_while_the_job_trains(tmp_path: Path) -> None:
             engine.drift = 0.0
         for step, version in ((2, "m@3"), (3, "m@4")):
             site.advance(step)
-            await until(lambda version=version: site.recorded(version) == choosing(), loop)
+            await until(partial(site.tried, version), loop)
         assert site.engines[0].version == "m@1" or site.engines[1].version == "m@1"
         loads = [site.loads(version) for version in ("m@2", "m@3", "m@4")]
         site.advance()
@@ -184,12 +188,12 @@ async def test_a_killed_loop_asks_for_nothing_again(tmp_path: Path) -> None:
     site.held.add(str(held.input))
     async with site.looping() as loop:
         site.advance(1)
-        await until(lambda: site.recorded("m@2") == choosing(), loop)
+        await until(partial(site.tried, "m@2"), loop)
         site.advance(2)
         await until(lambda: site.recorded("m@3") == choosing() - 1, loop)
     site.held.clear()
     async with site.looping() as loop:
-        await until(lambda: site.recorded("m@3") == choosing(), loop)
+        await until(partial(site.tried, "m@3"), loop)
         site.advance()
         (_, one) = await loop
     assert list(one.choice) == ["m@2", "m@3", "m@4"] and one.version == "m@3"

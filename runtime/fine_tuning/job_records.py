@@ -89,7 +89,8 @@ class TuningRequest(Record):
         if self.microbatch != MICROBATCH:
             identity += ["microbatch", self.microbatch]
         if self.prompts:
-            identity += ["prompts", {agent: prompt.id for agent, prompt in self.prompts.items()}]
+            prompts = {agent: prompt.id for agent, prompt in self.prompts.items()}
+            identity += ["prompts", digest(prompts)]
         return PREFIX + digest(identity, 24)
 
 
