@@ -26,7 +26,7 @@ from tests.support.trainers.running_session import RunningSession
 
 pytestmark = pytest.mark.megatron
 
-JOBS, FEWER, STEPS = 8, 6, 3
+JOBS, FEWER, STEPS = 4, 3, 3
 HYPER: dict[str, Any] = {
     "dtype": "bfloat16",
     "learning_rate": 1e-6,
