@@ -29,6 +29,8 @@ from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.methods import METHODS
 from cray_agents.trainers.planning.cluster_resources import Resources
 from cray_agents.training_jobs import JobSpec
+from tests.support.dead_node import parent_of, processes
+from tests.support.trainers.running_session import children_of
 
 pytestmark = pytest.mark.megatron
 SILENCE = "10"  # seconds; a rank that goes on shows it in time on any machine
@@ -45,16 +47,11 @@ def until(what: Callable[[], Any], told: Callable[[], str]) -> Any:
 
 def ranks_of(job: Any) -> list[int]:
     """The process ids of a job's ranks, in order."""
-    return [int(p) for p in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
-
-
-def stat_of(pid: int) -> list[str]:
-    """What the kernel says of a process: its state, its parent, ..."""
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()
+    return children_of(job.pid)
 
 
 def is_stopped(pid: int) -> bool:
-    return stat_of(pid)[0] == "T"
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] == "T"
 
 
 def points_of(job: Any, pattern: str) -> list[Path]:
@@ -334,7 +331,7 @@ def test_a_job_on_two_nodes_survives_a_killed_rank(lab: Any, tmp_path: Path) -> 
         trainer.submit(spec)
         journal = JobJournal(lab.home, spec.id)
         until(lambda: journal.step >= 12, journal.log_tail)
-        os.kill(rank_on_node(1, journal.folder), signal.SIGKILL)
+        os.kill(rank_on_node(cluster, 1, journal.folder), signal.SIGKILL)
         until(lambda: trainer.status(spec.id).state not in ("queued", "running"), journal.log_tail)
     status = trainer.status(spec.id)
     assert (status.state, status.step, status.attempts) == ("succeeded", 60, 2), journal.log_tail()
@@ -374,18 +371,11 @@ def test_a_job_gives_its_nodes_to_a_replica_and_loses_no_step(lab: Any, tmp_path
     assert verdict["cause"] == "preempted" and "serving is 1 nodes short" in verdict["message"]
 
 
-def rank_on_node(node: int, folder: Path) -> int:
+def rank_on_node(cluster: PrivateCluster, node: int, folder: Path) -> int:
     """The process of a node's rank: a trainer whose parent is one too."""
-    found = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            ours = str(folder).encode() in (entry / "cmdline").read_bytes()
-            variables = (entry / "environ").read_bytes().split(b"\0")
-            if ours and f"SLURM_NODEID={node}".encode() in variables:
-                found[int(entry.name)] = int(
-                    (entry / "stat").read_text().rsplit(")")[-1].split()[1]
-                )
-        except OSError:
-            continue
-    (rank,) = [pid for pid, parent in found.items() if parent in found]
+    mine = {
+        pid for pid, words, variables in processes(cluster)
+        if str(folder) in words and f"SLURM_NODEID={node}" in variables
+    }  # fmt: skip
+    (rank,) = [pid for pid in mine if parent_of(pid) in mine]
     return rank

@@ -18,6 +18,7 @@ from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.training_jobs import JobStatus
 from tests.support.waiting import wait_until
+from tests.support.waiting_scheduler import WaitingScheduler
 
 
 def wait(trainer: Trainer, job_id: str, until: Any) -> JobStatus:
@@ -81,28 +82,17 @@ def test_a_cancelled_job_stays_cancelled(lab: Any) -> None:
         assert not lab.home.checkpoint(spec.id).exists()
 
 
-class Deadly:
+class Deadly(WaitingScheduler):
     """A scheduler on whose machines every command dies at once; says so into its log."""
 
-    name = "deadly"
-
-    def __init__(self) -> None:
-        self.commands: list[Command] = []
-
     def submit(self, command: Command) -> str:
-        self.commands.append(command)
         with Path(command.log).open("a") as log:
-            log.write(f"out of memory, time {len(self.commands)}\n")
-        return str(len(self.commands))
-
-    def status(self, name: str) -> CommandStatus:
-        return CommandStatus(state="failed", exit_code=137, reason="OOM")
-
-    def cancel(self, name: str) -> None: ...
+            log.write(f"out of memory, time {len(self.commands) + 1}\n")
+        return super().submit(command)
 
 
 def test_a_job_that_never_gets_further_fails_with_its_log(lab: Any) -> None:
-    scheduler = Deadly()
+    scheduler = Deadly(CommandStatus(state="failed", exit_code=137, reason="OOM"))
     trainer = MegatronTrainer(lab.home, scheduler)
     spec = lab.spec("qwen3")
     trainer.submit(spec)

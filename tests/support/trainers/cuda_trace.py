@@ -121,7 +121,6 @@ PARTS: dict[str, Callable[[Any, Any, Path], Any]] = {
     "evaluate": lambda training, known, folder: training.evaluate(known),
     "settle": lambda training, known, folder: training.settle(),
     "to weights": lambda training, known, folder: training.optimizer_to_weights(),
-    "from weights": lambda training, known, folder: training.start_from_weights(),
     "accumulate": accumulate,
     "save": save,
     "export": export,
