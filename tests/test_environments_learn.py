@@ -156,7 +156,7 @@ def stored(home: Path) -> list[Run]:
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.usefixtures("forked_servers", "forked_jobs")
+@pytest.mark.usefixtures("forked_servers")
 def test_what_is_trained_on_are_the_tokens_of_the_environments_runs(tmp_path: Path) -> None:
     home = tmp_path / "home"
     with (

@@ -24,7 +24,6 @@ from cray_agents.training import DatasetRecipe, Hyperparameters, Lora, ModelVers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.megatron, pytest.mark.timeout(1800)]
 
-SESSION = {"session": "sabotage"}  # one process for all jobs
 BREAKER = Path(__file__).parent / "support" / "sabotage" / "sitecustomize.py"
 TASKS = [Task(input=f"What is {n} + {7 * n % 90 + 10}?", target=str(n + 7 * n % 90 + 10))
          for n in range(10, 46)]  # fmt: skip
@@ -80,7 +79,7 @@ class Site:
 
     async def train(self, parent: ModelVersion, seed: int, **more: Any) -> ModelVersion:
         hyper = Hyperparameters(steps=4, learning_rate=5e-3, seed=seed, lora=more.pop("lora", None))
-        given: dict[str, Any] = {"dataset": self.dataset, "hyperparameters": hyper, **SESSION}
+        given: dict[str, Any] = {"dataset": self.dataset, "hyperparameters": hyper}
         job = await self.platform.submit_job(parent=parent.id, **given | more)
         job = await self.platform.wait_for(job, on_progress=lambda status: None)
         return await self.platform.register(parent.name, str(job.checkpoint))
@@ -116,9 +115,9 @@ async def adapter(site: Site) -> None:
 
 async def rate(site: Site) -> None:
     """A job is paused and resumed, and its learning rate begins anew."""
-    hyper = Hyperparameters(steps=4000, learning_rate=1e-3, warmup_steps=200)
+    hyper = Hyperparameters(steps=400, learning_rate=1e-3, warmup_steps=200)
     job = await site.platform.submit_job(
-        dataset=site.dataset, parent=site.warm.id, hyperparameters=hyper, **SESSION
+        dataset=site.dataset, parent=site.warm.id, hyperparameters=hyper
     )
     while job.step < 2:
         job = await site.platform.job(job.id)

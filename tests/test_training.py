@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slurm,
     pytest.mark.megatron,
-    pytest.mark.usefixtures("forked_servers", "forked_jobs"),
+    pytest.mark.usefixtures("forked_servers"),
 ]
 
 TASKS, ATTEMPTS = 8, 6
