@@ -73,3 +73,10 @@ def forked_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """
     with forking(tmp_path_factory):
         yield
+
+
+@pytest.fixture(scope="module")
+def forked_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fork the launchers of jobs and sessions likewise, for tests that are not about them."""
+    with forking(tmp_path_factory, "jobs"):
+        yield

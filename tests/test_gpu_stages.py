@@ -19,12 +19,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.megatron
+@pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("forked_jobs")
 def test_every_stage_runs_in_tiny_sizes(tmp_path: Path) -> None:
+    """Of train-1B, train-3B and train-4B only one, for they are the same in these sizes."""
     out = tmp_path / "report"
-    names = [name for name in gpu.STAGES if name != "swap"]
-    chosen = [option for name in names for option in ("--only", name)]
+    names = [name for name in gpu.STAGES if name not in ("swap", "train-3B", "train-4B")]
     command = [sys.executable, "-m", "tests.gpu", "--cpu-tiny", "--peak", "0.1", "--out", str(out)]
-    command += chosen
+    command += ["--minutes", "60", *(option for name in names for option in ("--only", name))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     stages = json.loads((out / "gpu.json").read_bytes())["stages"]
@@ -39,7 +41,7 @@ def test_every_stage_runs_in_tiny_sizes(tmp_path: Path) -> None:
         assert float32["model"] == bfloat16["model"] == name
         assert float32["loss_apart"] == float32["gradient_apart"] == 0  # it is the golden run again
         assert 0 < bfloat16["gradient_apart"] < bfloat16["gradient_bound"]
-    for name in ("train-1B", "train-3B", "train-moe", "train-4B", "lora-8B"):
+    for name in ("train-1B", "train-moe", "lora-8B"):
         assert [row["sequences"] for row in rows[name]] == ["equal", "equal", "chats"]
         assert all(row["mfu"] > 0 and row["planned_gib"] > 0 for row in rows[name])
     for row in rows["transformers"]:  # the same weights and data: the same loss, but for rounding

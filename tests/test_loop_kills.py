@@ -3,7 +3,6 @@
 import json
 import random
 import socket
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from cray_agents.queries import RunQuery
 from cray_agents.runtime.datasets.reader import dataset_runs
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
-from tests.support.campaign import Campaign, Children, free_port, kills
+from tests.support.campaign import Campaign, Child, Children, free_port, kills
 from tests.support.killable_loop import KINDS
 
 pytestmark = pytest.mark.slow
@@ -45,7 +44,7 @@ class Site:
         return self.root / "iterations.json"
 
     @property
-    def loop(self) -> subprocess.Popen[bytes]:
+    def loop(self) -> Child:
         return self.children.processes["loop"]
 
     def start(self, name: str) -> None:

@@ -30,7 +30,7 @@ from cray_agents.trainers.models.seed_model import make_seed_model
 from tests.support.campaign import Campaign, Children, free_port, kills
 from tests.support.killable_session import ONE_STEP, STEPS
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("forked_jobs")]
 
 PER_SESSION = 12  # kills, so that a long campaign sees many beginnings and ends
 LAST = STEPS * len(ONE_STEP)  # command of a step

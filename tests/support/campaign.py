@@ -3,11 +3,12 @@
 CRAY_TEST_KILLS and CRAY_TEST_SEEDS make one longer; `python -m tests.soak` sets them.
 """
 
+import importlib
 import os
 import random
+import runpy
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
@@ -15,11 +16,11 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-ROOT = Path(__file__).parents[2]
 SEEDS = [int(seed) for seed in os.environ.get("CRAY_TEST_SEEDS", "1").split(",")]
 MOST = 10  # failed rounds, after which a campaign ends
 
@@ -74,26 +75,50 @@ class Campaign(Generic[T]):
         return total
 
 
+class Child(ForkProcess):
+    """A module that runs as `python -m` does, in a fork: what it imports is imported once."""
+
+    def __init__(self, log: Path, module: str, *words: object) -> None:
+        importlib.import_module(module)
+        log.touch()
+        super().__init__(target=_be_module, args=(log, module, *map(str, words)))
+        self.start()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        assert self.pid is not None
+        os.kill(self.pid, number)
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def wait(self) -> int:
+        self.join()
+        assert self.exitcode is not None
+        return self.exitcode
+
+
+def _be_module(log: Path, module: str, *words: str) -> None:
+    sys.stdout = sys.stderr = log.open("a", buffering=1)
+    for descriptor in (1, 2):
+        os.dup2(sys.stdout.fileno(), descriptor)
+    os.environ["TEST_PARENT"] = str(os.getppid())
+    sys.argv = [module, *words]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
 @dataclass
 class Children:
     """Named processes of a test, each with a log in the folder; they die with the test."""
 
     folder: Path
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    processes: dict[str, Child] = field(default_factory=dict)
 
     def start(self, name: str, module: str, *words: object) -> None:
-        with (self.folder / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", module, *map(str, words)],
-                cwd=ROOT,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "TEST_PARENT": str(os.getpid())},
-            )
+        self.processes[name] = Child(self.folder / f"{name}.log", module, *words)
 
     def kill(self, name: str) -> int:
         """Kill one; return its exit code, which is another if it had ended by itself."""
-        self.processes[name].send_signal(signal.SIGKILL)
+        self.processes[name].kill()
         return self.processes[name].wait()
 
     def ended(self, name: str) -> bool:

@@ -1,6 +1,6 @@
-"""Import server: forks vLLM servers from a process that has imported vLLM once.
+"""Import server: forks vLLM servers from a process that has imported vLLM once; and jobs likewise.
 
-    python import_server.py SOCKET OWNER    it ends with the process OWNER
+    python import_server.py vllm|jobs SOCKET OWNER    it ends with the process OWNER
 
 `forking` starts it. forked_starts/sitecustomize.py asks it, and stands for what was
 forked. Arguments, environment, folder and output are those that the product gave; only the import
@@ -26,19 +26,22 @@ from cray_agents.processes import die_with_parent, exit_at_once, importing_much
 from cray_agents.runtime.vllm_plugins.wire import SOCKET
 
 STARTER = Path(__file__).with_name("forked_starts")
+STARTED = STARTER / "sitecustomize.py"
+OF_JOBS = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 SERVER = "cray_agents.runtime.vllm_plugins.server"
 
 
 @contextlib.contextmanager
-def forking(factory: Any) -> Iterator[None]:
+def forking(factory: Any, kind: str = "vllm") -> Iterator[None]:
     """Fork the vLLM servers that are started meanwhile, from one process for all workers of a run.
 
-    `factory`: pytest's tmp_path_factory.
+    Of the kind "jobs": launchers of training jobs and sessions. `factory`: pytest's
+    tmp_path_factory.
     """
     folder, owner = factory.getbasetemp(), os.getpid()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder, owner = folder.parent, os.getppid()
-    variables = _environment(folder, owner)
+    variables = _environment(folder, owner, kind)
     before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
@@ -49,19 +52,22 @@ def forking(factory: Any) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _environment(folder: Path, owner: int) -> dict[str, str]:
-    """Return variables by which all that a test starts forks its vLLM servers.
+def _environment(folder: Path, owner: int, kind: str) -> dict[str, str]:
+    """Return variables by which all that a test starts forks its vLLM servers, or its jobs.
 
     The first to ask starts the import server, for all who name the same folder.
     """
-    with (folder / "import_server.lock").open("w") as lock:
+    starter, path = STARTER, folder / "import_server"
+    if kind == "jobs":  # a job inherits no other variable
+        starter = folder / "forked_jobs"
+        path = starter / f"{STARTED.name}.jobs"
+    with (folder / f"{kind}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        path = _started(folder, owner)
-    paths = dict.fromkeys([str(STARTER), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    return {
-        "FORKED_STARTS": path,
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-    }
+        if not path.exists():
+            _start(path, owner, kind)
+    paths = dict.fromkeys([str(starter), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    variables = {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    return variables if kind == "jobs" else {**variables, "FORKED_STARTS": str(path)}
 
 
 def process_of(pid: int) -> int:
@@ -70,32 +76,36 @@ def process_of(pid: int) -> int:
     return int(note.read_text()) if note.exists() else pid
 
 
-def _started(folder: Path, owner: int) -> str:
-    """Return the import server's socket."""
-    path, log = folder / "import_server", folder / "import_server.log"
-    if not path.exists():
-        from cray_agents.runtime.pool.vllm_process import EngineSettings, environment
+def _start(path: Path, owner: int, kind: str) -> None:
+    """Start the import server of a socket."""
+    from cray_agents.runtime.pool.vllm_process import EngineSettings, environment
 
-        with log.open("wb") as errors:
-            started = subprocess.Popen(
-                [sys.executable, __file__, str(path), str(owner)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=environment(EngineSettings()),  # torch reads some of it when it is imported
-                start_new_session=True,
-            )
-        with started.stdout as ready:
-            assert ready.read(1), log.read_text()
-    return str(path)
+    path.parent.mkdir(exist_ok=True)
+    if kind == "jobs":
+        (path.parent / STARTED.name).symlink_to(STARTED)
+    log = path.with_name(f"{kind}.log")
+    # torch reads some of the environment when it is imported
+    variables = environment(EngineSettings()) if kind == "vllm" else {**os.environ, **OF_JOBS}
+    with log.open("wb") as errors:
+        started = subprocess.Popen(
+            [sys.executable, __file__, kind, str(path), str(owner)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=variables,
+            start_new_session=True,
+        )
+    assert started.stdout is not None
+    with started.stdout as ready:
+        assert ready.read(1), log.read_text()
 
 
-def main(path: str, owner: int) -> NoReturn:
-    """Import vLLM, then fork one for each request, until the owner ends."""
+def main(kind: str, path: str, owner: int) -> NoReturn:
+    """Import what is forked, then fork one for each request, until the owner ends."""
     watched = os.pidfd_open(owner)
     with os.fdopen(os.dup(1), "wb", 0) as ready:
         os.dup2(2, 1)
-        import_vllm()
+        IMPORTS[kind]()
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(path)
         listener.listen(64)
@@ -113,6 +123,17 @@ def main(path: str, owner: int) -> NoReturn:
         link.close()
 
 
+def import_jobs() -> None:
+    """Import what the launcher of a job or a session imports."""
+    with importing_much():
+        from cray_agents.trainers.job import job  # noqa: F401
+        from cray_agents.trainers.models.megatron_fixes import load_megatron
+        from cray_agents.trainers.session import session_process  # noqa: F401
+
+        load_megatron()
+        from cray_agents.trainers.session import resident  # noqa: F401
+
+
 def import_vllm() -> None:
     """Import what a replica's server and its engine core import."""
     with importing_much():
@@ -123,6 +144,9 @@ def import_vllm() -> None:
 
         from cray_agents.runtime.vllm_plugins import server  # noqa: F401
     registry._run_in_subprocess = lambda work: work()  # on CPUs nothing forbids it here
+
+
+IMPORTS = {"vllm": import_vllm, "jobs": import_jobs}
 
 
 def keep(link: socket.socket) -> NoReturn:
@@ -160,7 +184,7 @@ def run(
     """Run a module as `python -m` does, in this fork."""
     os.setsid()
     die_with_parent(keeper)
-    for number, handle in zip((0, 1, 2, int(environment[SOCKET] or -1)), handles, strict=False):
+    for number, handle in zip((0, 1, 2, int(environment.get(SOCKET) or -1)), handles, strict=False):
         if handle != number:
             os.dup2(handle, number)
             os.close(handle)
@@ -174,7 +198,8 @@ def run(
     for name, handle, buffering in (("stdout", 1, -1), ("stderr", 2, 1)):
         setattr(sys, name, os.fdopen(handle, "w", buffering, closefd=False))
     module, *arguments = argv
-    arguments[0] = str(keeper)  # its parent
+    if module == SERVER:
+        arguments[0] = str(keeper)  # its parent
     if threads := environment.get("OMP_NUM_THREADS"):  # read when torch was imported
         import torch
 
@@ -195,4 +220,4 @@ def run(
 
 if __name__ == "__main__":
     sys.path.pop(0)  # the folder of this file
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

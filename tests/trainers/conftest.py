@@ -228,7 +228,7 @@ class RunningJob:
                 os._exit(code)
 
     def wait_for_step(self, step: int) -> None:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 400
         while self.journal.step < step:
             assert time.monotonic() < deadline, self.log
             time.sleep(0.002)

@@ -109,14 +109,10 @@ def by_hand(loss: str, datum: Datum, logprobs: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "hyper", [{}, {"backend": "transformers"}], ids=["megatron", "transformers"]
 )
-def test_a_linear_loss_has_the_gradient_of_the_clients_own(
-    lab: Any, tmp_path: Path, hyper: dict[str, Any]
-) -> None:
-    results = []
-    for number, linear in enumerate((False, True)):
-        here = type(lab)(Home(tmp_path / str(number)), lab.models)
-        session = RunningSession(here.home, Layout())
-        client = Client(here, session, hyper=hyper)
+def test_a_linear_loss_has_the_gradient_of_the_clients_own(lab: Any, hyper: dict[str, Any]) -> None:
+    results, session = [], RunningSession(lab.home, Layout())
+    for linear in (False, True):
+        client = Client(lab, session, hyper=hyper, commands=f"linear: {linear}")
         data = data_of(1)
         if linear:  # of cross entropy
             minus = [d.model_copy(update={"gradients": [-1.0] * len(d.token_ids)}) for d in data]
@@ -124,18 +120,17 @@ def test_a_linear_loss_has_the_gradient_of_the_clients_own(
         else:
             client.trained(data)
         results.append(client.weights())
-        assert session.end() == 0
+    assert session.end() == 0
     assert differ(*results) == 0.0
 
 
-def test_publishing_and_scoring_disturb_nothing(lab: Any, tmp_path: Path) -> None:
+def test_publishing_and_scoring_disturb_nothing(lab: Any) -> None:
     """Also not adapters, which a checkpoint has folded into its weights, nor master weights."""
-    for number, hyper in enumerate(({}, {"lora": {"rank": 2}}, {"dtype": "bfloat16"})):
+    session = RunningSession(lab.home, Layout(data=2))
+    for hyper in ({}, {"lora": {"rank": 2}}, {"dtype": "bfloat16"}):
         results = []
         for disturbed in (False, True):
-            here = type(lab)(Home(tmp_path / f"{number}{disturbed}"), lab.models)
-            session = RunningSession(here.home, Layout(data=2))
-            client = Client(here, session, hyper=hyper)
+            client = Client(lab, session, hyper=hyper, commands=f"disturbed: {disturbed}")
             for step in range(3):
                 if disturbed:
                     client.do(Score(data=data_of(step)))
@@ -145,14 +140,14 @@ def test_publishing_and_scoring_disturb_nothing(lab: Any, tmp_path: Path) -> Non
                     client.do(Publish())
                     client.do(Save())
             results.append(client.weights())
-            assert session.end() == 0
         assert differ(*results) == 0.0
+    assert session.end() == 0
 
 
 def test_killed_at_any_moment_every_command_is_done_once(lab: Any, tmp_path: Path) -> None:
     """The results and weights of sessions that are killed are those of one that is not."""
     commands: list[TrainingCommand] = []
-    for step in range(8):
+    for step in range(5):
         commands += [ForwardBackward(data=data_of(step)), ForwardBackward(data=data_of(step + 50))]
         commands += [OptimStep(learning_rate=RATE)]
         kept = Publish(keep_state=True)
@@ -246,13 +241,11 @@ def test_a_run_begins_with_the_state_that_another_kept(lab: Any, hyper: dict[str
     assert session.end() == 0, session.log
 
 
-def test_a_full_disk_costs_a_publish_and_nothing_else(lab: Any, tmp_path: Path) -> None:
+def test_a_full_disk_costs_a_publish_and_nothing_else(lab: Any) -> None:
     """Also with adapters, which are then in the weights half-way."""
-    results = []
+    results, session = [], RunningSession(lab.home, Layout(data=2))
     for full in (False, True):
-        here = type(lab)(Home(tmp_path / str(full)), lab.models)
-        session = RunningSession(here.home, Layout(data=2))
-        client = Client(here, session, hyper={"lora": {"rank": 2}})
+        client = Client(lab, session, hyper={"lora": {"rank": 2}}, commands=f"full: {full}")
         client.trained(data_of(1))
         if full:
             limit_files(session, 64 << 10)
@@ -262,11 +255,11 @@ def test_a_full_disk_costs_a_publish_and_nothing_else(lab: Any, tmp_path: Path) 
                     "the checkpoint was not written: File too large. Nothing is lost: make room"
                     in error
                 )
-            assert not list(here.home.root.glob("checkpoints/.*"))
+            assert not list(lab.home.root.glob("checkpoints/.*"))
             limit_files(session, resource.RLIM_INFINITY)
         client.trained(data_of(2))
         results.append(client.weights())
-        assert session.end() == 0
+    assert session.end() == 0
     assert differ(*results) == 0.0
 
 

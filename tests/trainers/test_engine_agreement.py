@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from cray_agents.runtime.datasets.run_samples import merge_turns, turn_of
 from cray_agents.runtime.datasets.token_shards import SampleRow, ShardWriter
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.logprob_limits import LogprobLimits, bfloat16_limits
+from cray_agents.runtime.pool.vllm_process import EngineSettings, environment
 from cray_agents.runtime.registry.checkpoints import read_manifest
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
@@ -209,9 +209,7 @@ def calls(
     done = subprocess.run(
         [sys.executable, str(script), str(models("llama")), str(out)],
         input="\n".join(map(json.dumps, asked)),
-        env=os.environ
-        | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"},
+        env=environment(EngineSettings()),  # a replica's: it compiles nothing
         capture_output=True,
         text=True,
         check=False,

@@ -26,7 +26,7 @@ from tests.support.trainers.running_session import RunningSession
 
 pytestmark = pytest.mark.megatron
 
-JOBS, FEWER, STEPS = 8, 6, 3
+JOBS, STEPS = 4, 3
 HYPER: dict[str, Any] = {
     "dtype": "bfloat16",
     "learning_rate": 1e-6,
@@ -132,17 +132,15 @@ def parent(lab: Any, tmp_path: Path) -> Path:
     return half(lab.models("qwen3"), tmp_path / "parent")
 
 
-@pytest.mark.parametrize(
-    ("kind", "jobs"), [("all weights", JOBS), ("adapters", JOBS), ("float32", FEWER)]
-)
-def test_many_jobs_of_a_session_end_as_one(lab: Any, parent: Path, kind: str, jobs: int) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_jobs_of_a_session_end_as_one(lab: Any, parent: Path, kind: str) -> None:
     """Also where it is killed within a job."""
     parent = kept(lab, parent, kind)
     long, short = (Chain(lab, parent, KINDS[kind], name) for name in ("long", "short"))
     session = RunningSession(lab.home, Layout())
-    long.go_on(session, jobs * STEPS)
-    for number in range(jobs):
-        if number != jobs // 2:
+    long.go_on(session, JOBS * STEPS)
+    for number in range(JOBS):
+        if number != JOBS // 2:
             short.go_on(session)
             continue
         job = session.start(short.spec(save_every=1))
@@ -157,11 +155,9 @@ def test_many_jobs_of_a_session_end_as_one(lab: Any, parent: Path, kind: str, jo
     assert not any(status.warnings for status in short.statuses)
 
 
-@pytest.mark.parametrize(
-    ("kind", "jobs"), [("all weights", JOBS), ("adapters", FEWER), ("float32", FEWER)]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_jobs_from_files_end_as_one_unless_the_master_is_forgotten(
-    lab: Any, parent: Path, kind: str, jobs: int
+    lab: Any, parent: Path, kind: str
 ) -> None:
     """With -s it prints the figures of each job, with the master weights and without.
 
@@ -171,8 +167,8 @@ def test_jobs_from_files_end_as_one_unless_the_master_is_forgotten(
     names, parent = ("long", "carried", "forgotten"), kept(lab, parent, kind)
     long, carried, forgotten = (Chain(lab, parent, KINDS[kind], name) for name in names)
     session, first = RunningSession(lab.home, Layout()), load_file(parent / "model.safetensors")
-    long.go_on(session, jobs * STEPS)
-    for number in range(jobs):
+    long.go_on(session, JOBS * STEPS)
+    for number in range(JOBS):
         if number:
             change_master(forgotten.jobs[-1], lambda master: master.bfloat16().float())
         row = [f"{number + 1:>2}"]

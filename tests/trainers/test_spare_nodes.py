@@ -20,7 +20,6 @@ from cray_agents.config.job_section import JobSettings
 from cray_agents.errors import BadInput, SchedulerError, Superseded
 from cray_agents.paths import Home
 from cray_agents.ports import Command
-from cray_agents.processes import python
 from cray_agents.runtime.controller_lease import unguarded
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.scheduler import private_cluster
@@ -39,8 +38,9 @@ from tests.support.campaign import Campaign, kills
 from tests.support.dead_node import kill_node, on, parent_of, processes, revive_node
 from tests.support.waiting import wait_until
 
-NODES = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
-KILLS = kills(3)
+NODES = ["127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4"]
+KILLS = kills(1)
+STEPS = 60 if KILLS == 1 else 200  # a long campaign kills a job more than once
 needs_slurm = pytest.mark.skipif(bool(missing_programs()), reason=f"lacks {missing_programs()}")
 
 
@@ -68,6 +68,7 @@ class HeldJob:
     def down(self) -> set[str]:
         """The nodes that Slurm holds to be down, while the trainer watches."""
         self.ended()
+        time.sleep(0.3)  # each look is a process
         argv = ["sinfo", "-h", "-N", "-t", "down", "-o", "%N"]
         done = subprocess.run(argv, env=self.cluster.environment, capture_output=True, text=True)
         return set(done.stdout.split())
@@ -86,8 +87,9 @@ class HeldJob:
             os.kill(pid, signal.SIGSTOP)
         assert self.journal.step < self.journal.spec().hyperparameters.steps
 
-    def await_spare(self) -> None:
-        self.wait(lambda: "waits as a spare node" in self.journal.log_tail(), "a spare node")
+    def await_spares(self) -> None:
+        waits, all_of_them = "waits as a spare node", self.journal.spec().spare_nodes
+        self.wait(lambda: self.journal.log.read_text().count(waits) == all_of_them, waits)
 
     def release(self) -> None:
         """Let the ranks that live go on."""
@@ -141,7 +143,7 @@ def held_job(
     silence: float = 600,  # the machine may be slow
 ) -> Iterator[HeldJob]:
     nodes = spec.layout.world
-    cluster = PrivateCluster(folder / "slurm", nodes=nodes + 1, cpus=1)
+    cluster = PrivateCluster(folder / "slurm", nodes=nodes + spec.spare_nodes, cpus=1)
     cluster.start()
     with Slurm(folder / "slurm", cluster) as scheduler:
         patient = FailureSettings(hang_seconds=silence)
@@ -152,11 +154,11 @@ def held_job(
         yield job
 
 
-def spec_of(lab: Any, nodes: int = 2) -> JobSpec:
+def spec_of(lab: Any, nodes: int = 2, spares: int = 1) -> JobSpec:
     lab.dataset()
-    steps = {1: 190, 2: 200}[nodes]  # a layout is not part of the id
+    hyper = {"steps": STEPS - (nodes == 1)}  # a layout is not part of the id
     spec: JobSpec = lab.spec(
-        "qwen3", layout={"data": nodes}, hyper={"steps": steps}, save_every=5, spare_nodes=1
+        "qwen3", layout={"data": nodes}, hyper=hyper, save_every=5, spare_nodes=spares
     )
     return spec
 
@@ -172,25 +174,31 @@ def losses(shared_lab: Any, undisturbed_job: Any) -> list[float]:
 @pytest.mark.slurm
 @pytest.mark.megatron
 @needs_slurm
-@pytest.mark.parametrize("node", [NODES[1], NODES[0]], ids=["a node", "the batch script's"])
-def test_a_spare_node_takes_the_place_of_a_lost_one(
-    lab: Any, tmp_path: Path, losses: list[float], node: str
+def test_spare_nodes_take_the_places_of_lost_ones(
+    lab: Any, tmp_path: Path, losses: list[float]
 ) -> None:
-    with held_job(lab, tmp_path, spec_of(lab)) as job:
-        job.await_spare()
+    """Of one after the other: the second one is the batch script's."""
+    with held_job(lab, tmp_path, spec_of(lab, spares=2)) as job:
+        job.await_spares()
         before = job.launchers()
         assert sorted(before) == NODES
-        job.kill(node)
-        job.wait(lambda: job.journal.attempts == 2 or job.ended(), "the next attempt")
-        del before[node]
-        assert job.launchers() == before  # they keep their processes
+        for attempt, node in enumerate((NODES[1], NODES[0]), 2):
+            job.kill(node)
+            job.wait(lambda: job.journal.attempts == attempt or job.ended(), "the next one")  # noqa: B023
+            job.hold(10 * attempt)
+            del before[node]
+            assert job.launchers() == before  # they keep their processes
+        job.release()
         job.wait(job.ended, "the end")
         job.check(losses)
         status = job.trainer.status(job.journal.job_id)
-        assert (status.attempts, job.slurm_jobs) == (2, 1)
-        (verdict,) = (e for e in job.journal.events() if e["event"] == "verdict")
-        assert (verdict["cause"], verdict["node"]) == ("node", node)
-        assert verdict["done"].startswith("went on at once on") and NODES[2] in verdict["done"]
+        assert (status.attempts, job.slurm_jobs) == (3, 1)
+        verdicts = [e for e in job.journal.events() if e["event"] == "verdict"]
+        assert [v["node"] for v in verdicts] == [NODES[1], NODES[0]]
+        assert {v["cause"] for v in verdicts} == {"node"}
+        nodes = [v["done"].removeprefix("went on at once on ").split(", ") for v in verdicts]
+        assert nodes[0] in ([NODES[0], spare] for spare in NODES[2:])
+        assert sorted(nodes[1]) == NODES[2:]
 
 
 @pytest.mark.slurm
@@ -218,7 +226,7 @@ def test_where_the_spare_node_is_dead_too_the_job_is_queued_again(
     lab: Any, tmp_path: Path, losses: list[float]
 ) -> None:
     with held_job(lab, tmp_path, spec_of(lab)) as job:
-        job.await_spare()
+        job.await_spares()
         job.kill(NODES[2], NODES[1])
         told = "127.0.0.2 was lost, and no spare node is left in its place"
         job.wait(lambda: job.ended() or told in job.journal.log.read_text(), "that it is told")
@@ -241,18 +249,17 @@ def test_nodes_killed_again_and_again_change_no_loss(
     def begin(folder: Path, chance: random.Random) -> Iterator[HeldJob]:
         own = type(lab)(Home(folder / "home"), lab.models)
         with held_job(own, folder, spec_of(own)) as job:
-            job.await_spare()
-            job.release()
+            job.await_spares()
             yield job
 
     def disturb(job: HeldJob, chance: random.Random, most: int) -> Counter[str]:
         hits = Counter[str]()
-        while hits.total() < most and job.reach(job.journal.step + chance.randrange(30)):
-            node, step, was = chance.choice(NODES), job.journal.step, job.counts
-            kill_node(job.cluster, node)
+        while hits.total() < most and not job.ended():
+            node, step, was = chance.choice(job.cluster.nodes), job.journal.step, job.counts
+            job.kill(node)  # the first one while the ranks are held
             job.wait(lambda: node in job.down(), "a node that is down")  # noqa: B023
             revive_node(job.cluster, node)
-            job.reach(step + 3)
+            job.reach(step + chance.randrange(3, 33))
             attempts, queued = (now - then for now, then in zip(job.counts, was, strict=True))
             hits["queued again" if queued else "went on" if attempts else "no rank there"] += 1
         job.wait(job.ended, "the end")
@@ -355,38 +362,29 @@ def test_a_busy_launcher_that_shows_it_lives_is_not_lost(
     assert {(*decision.lost, decision.code) for decision in found.values()} == {(1,)}
 
 
-def launcher(lab: Any, folder: Path, node: str) -> "subprocess.CompletedProcess[str]":
-    """Run the launcher on a node of a job that holds n1, n2 and the spare s1, to its end."""
-    journal = JobJournal(lab.home, "job-of-three")
-    journal.write_spec(spec_of(lab))
+def launcher(lab: Any, folder: Path, node: str) -> tuple[int, str]:
+    """Run the launcher on a node of a job that holds n1, n2 and the spare s1: its code and log."""
     held = {"RANKS_NODES": "n1 n2 s1", "RANKS_SPARES": "1", "RANKS_FOLDER": str(folder)}
-    return subprocess.run(
-        [*python("-m", "cray_agents.trainers.job.job"), str(journal.folder / "spec.json")],
-        env={**os.environ, **held, "SLURMD_NODENAME": node, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    job = lab.start(spec_of(lab), **held, SLURMD_NODENAME=node)
+    return job.wait(), job.log
 
 
 @pytest.mark.megatron
 def test_a_launcher_that_the_others_went_on_without_ends(lab: Any, tmp_path: Path) -> None:
     decision = RoundDecision(nodes=["n1", "n2"], lost=["n3"])
     durable.create_file(tmp_path / "1.json", checksums.record_text(decision))
-    done = launcher(lab, tmp_path, "s1")
-    assert (done.returncode, (tmp_path / "ended-s1").read_text()) == (1, "1"), done.stderr
-    assert "s1 answered too late: the others go on without it" in done.stdout
+    code, log = launcher(lab, tmp_path, "s1")
+    assert (code, (tmp_path / "ended-s1").read_text()) == (1, "1"), log
+    assert "s1 answered too late: the others go on without it" in log
 
 
+@pytest.mark.megatron
 def test_a_launcher_that_finds_itself_on_none_of_the_nodes_says_so(
     lab: Any, tmp_path: Path
 ) -> None:
-    done = launcher(lab, tmp_path, "n1.site.org")
-    assert done.returncode == 1, done.stderr
-    assert (
-        "called n1.site.org, and the job's nodes are n1, n2, s1: let its container" in done.stdout
-    )
+    code, log = launcher(lab, tmp_path, "n1.site.org")
+    assert code == 1
+    assert "called n1.site.org, and the job's nodes are n1, n2, s1: let its container" in log
 
 
 COMMAND = Command(

@@ -17,10 +17,12 @@ from cray_agents.trainers.job.job_command import TRAINERS, code_version
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.training_jobs import JobStatus
+from tests.support.waiting import wait_until
+from tests.support.waiting_scheduler import WaitingScheduler
 
 
-def wait(trainer: Trainer, job_id: str, until: Any, seconds: float = 90.0) -> JobStatus:
-    deadline = time.monotonic() + seconds
+def wait(trainer: Trainer, job_id: str, until: Any) -> JobStatus:
+    deadline = time.monotonic() + 400
     while not until(status := trainer.status(job_id)):
         assert time.monotonic() < deadline, status
         time.sleep(0.05)
@@ -32,7 +34,10 @@ def ended(status: JobStatus) -> bool:
 
 
 @pytest.mark.megatron
-def test_submitted_twice_it_is_trained_once_and_survives_a_kill(lab: Any) -> None:
+def test_submitted_twice_it_is_trained_once_and_survives_a_kill(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # processes of its own, as users start it
     lab.dataset()
     spec = lab.spec("qwen3", hyper={"steps": 120}, save_every=20)
     with LocalProcesses(lab.home.root / "local") as scheduler:
@@ -62,6 +67,7 @@ def _kill_training(journal: JobJournal) -> None:
 
 
 @pytest.mark.megatron
+@pytest.mark.usefixtures("forked_jobs")
 def test_a_cancelled_job_stays_cancelled(lab: Any) -> None:
     lab.dataset()
     spec = lab.spec("qwen3", hyper={"steps": 100000})
@@ -70,37 +76,23 @@ def test_a_cancelled_job_stays_cancelled(lab: Any) -> None:
         trainer.submit(spec)
         wait(trainer, spec.id, lambda status: status.step >= 1)
         assert trainer.cancel(spec.id).state == "cancelled"
-        deadline = time.monotonic() + 120
-        while scheduler.status(spec.id).state == "running":
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: scheduler.status(spec.id).state != "running")
         assert trainer.submit(spec).state == "cancelled"
         assert scheduler.status(spec.id).state != "running"
         assert not lab.home.checkpoint(spec.id).exists()
 
 
-class Deadly:
+class Deadly(WaitingScheduler):
     """A scheduler on whose machines every command dies at once; says so into its log."""
 
-    name = "deadly"
-
-    def __init__(self) -> None:
-        self.commands: list[Command] = []
-
     def submit(self, command: Command) -> str:
-        self.commands.append(command)
         with Path(command.log).open("a") as log:
-            log.write(f"out of memory, time {len(self.commands)}\n")
-        return str(len(self.commands))
-
-    def status(self, name: str) -> CommandStatus:
-        return CommandStatus(state="failed", exit_code=137, reason="OOM")
-
-    def cancel(self, name: str) -> None: ...
+            log.write(f"out of memory, time {len(self.commands) + 1}\n")
+        return super().submit(command)
 
 
 def test_a_job_that_never_gets_further_fails_with_its_log(lab: Any) -> None:
-    scheduler = Deadly()
+    scheduler = Deadly(CommandStatus(state="failed", exit_code=137, reason="OOM"))
     trainer = MegatronTrainer(lab.home, scheduler)
     spec = lab.spec("qwen3")
     trainer.submit(spec)
@@ -140,12 +132,15 @@ NO_SLURM = pytest.mark.skipif(bool(missing_programs()), reason="Slurm is not ins
 
 
 @pytest.mark.megatron
+@pytest.mark.usefixtures("forked_jobs")
 @pytest.mark.parametrize(
     "kind", ["local", pytest.param("slurm", marks=[pytest.mark.slurm, NO_SLURM])]
 )
 def test_a_paused_job_saves_stays_paused_and_goes_on_with_the_same_curve(
-    lab: Any, undisturbed_job: Any, kind: SchedulerKind
+    lab: Any, undisturbed_job: Any, monkeypatch: pytest.MonkeyPatch, kind: SchedulerKind
 ) -> None:
+    if kind == "slurm":
+        monkeypatch.delenv("PYTHONPATH")  # processes of its own, as users start it
     lab.dataset()
     spec = lab.spec("qwen3", hyper={"steps": 60}, save_every=1000)
     undisturbed = undisturbed_job(spec)

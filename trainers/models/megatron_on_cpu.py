@@ -79,7 +79,7 @@ def _torch_on_cpu() -> ModuleView:
         synchronize=_nothing,
         empty_cache=_nothing,
         set_device=_nothing,
-        manual_seed=torch.manual_seed,
+        manual_seed=torch.default_generator.manual_seed,
         get_rng_state=lambda device=None: torch.get_rng_state(),
         set_rng_state=lambda state, device=None: torch.set_rng_state(state),
         Stream=_OneStream,

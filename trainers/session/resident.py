@@ -150,7 +150,6 @@ class Orders:
         """Wait for a job that has not ended, claim it, and return it."""
         idle_since, wait = time.monotonic(), SHORTEST_WAIT
         self._session.note_current(None)
-        turns = self._spec.turns
         while True:
             CLOCK.tick()
             if self._stop.set or self._session.attempts > self._attempt:
@@ -159,18 +158,17 @@ class Orders:
                 journal = JobJournal(self._session.home, job_id)
                 if self._nothing_to_do(journal):
                     self._session.withdraw(job_id)
-                elif turns and not self._session.has_turn:
+                elif self._spec.turns and not self._session.has_turn:
                     idle_since = time.monotonic()
                     break
                 else:
                     self._session.note_current(job_id)
                     return Order(job_id, journal.claim_attempt())
             else:
-                if turns and self._session.has_turn:  # for a job that was taken back
+                if self._spec.turns and self._session.has_turn:  # for a job that was taken back
                     self._session.end_turn()
-            idle = time.monotonic() - idle_since
             ends = self._session.asked_to_end and not self._session.queue()
-            if ends or idle > self._spec.idle_seconds:
+            if ends or time.monotonic() - idle_since > self._spec.idle_seconds:
                 return Order(None)
             time.sleep(wait)
             wait = min(LONGEST_WAIT, wait * 1.02)
@@ -202,6 +200,7 @@ class Resident:
         self._session, self._attempt, self._on_cpu, self._stop = session, attempt, on_cpu, stop
         self._sender = sender
         self._training: RankTraining | None = None
+        self._built = False  # as yet: nothing but imports is frozen
         self._origin: StateOrigin | None = None  # by `_training`
         self._parked = ParkedStates()
         self._ledger = LedgerFile(session.home.ledger, session.session_id)
@@ -392,8 +391,7 @@ class Resident:
         self._parked.drop(spec.id)  # it goes on from here
         self._park(spec.id, trained=plan.trained_stays, frozen=plan.frozen_stays)
         base = base or self._parked.frozen(build, missing)
-        whole = plan.state is not None and hyper.lora is None
-        complete = plan.stays or base is not None or whole
+        complete = plan.stays or base is not None or (plan.state is not None and hyper.lora is None)
         if fits and self._training is not None:
             self._training.switch_job(work.parent, hyper, spec.method, check)
             if not complete:
@@ -401,8 +399,10 @@ class Resident:
                     self._training.take_weights()
         else:
             self._training = self._offload = None  # before the next one takes as much memory
-            gc.unfreeze()  # job_rank.build froze it
-            gc.collect()
+            if self._built:  # to look through all that was imported takes long, and copies it
+                gc.unfreeze()  # job_rank.build froze it
+                gc.collect()
+            self._built = True
             if not self._on_cpu:
                 torch.cuda.empty_cache()
             self._training = job_rank.build(work, self._on_cpu, self._stop, loaded=not complete)

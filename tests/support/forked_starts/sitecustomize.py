@@ -1,7 +1,7 @@
-"""Starter: asks the import server for vLLM's server, in place of this Python.
+"""Starter: asks an import server for vLLM's server, a job or a session, in place of this Python.
 
-Python imports `sitecustomize` when it starts. FORKED_STARTS is the import server's socket. Every
-other program runs as usual.
+Python imports `sitecustomize` when it starts. FORKED_STARTS is the socket of the import server of
+vLLM; that of jobs lies beside this file. Every other program runs as usual.
 
 This process then stands for the one that was forked: it passes signals on, ends as that one does,
 and when it is killed, so is the other.
@@ -10,12 +10,17 @@ and when it is killed, so is the other.
 import os
 import sys
 
+SOCKETS = {
+    "cray_agents.runtime.vllm_plugins.server": os.environ.get("FORKED_STARTS"),
+    "cray_agents.trainers.job.job": f"{__file__}.jobs",
+    "cray_agents.trainers.session.session_process": f"{__file__}.jobs",
+}
+
 
 def main() -> None:
-    """Stand for a forked vLLM server if this process is to be one."""
-    path = os.environ.get("FORKED_STARTS")
-    server = ["-P", "-m", "cray_agents.runtime.vllm_plugins.server"]
-    if path is None or sys.orig_argv[1:4] != server:
+    """Stand for a forked process if this one is to be such."""
+    path = SOCKETS.get(sys.orig_argv[3]) if sys.orig_argv[1:3] == ["-P", "-m"] else None
+    if path is None or not os.path.exists(path):  # noqa: PTH110
         return
     import array
     import ctypes
@@ -23,9 +28,10 @@ def main() -> None:
     import signal
     import socket
 
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # die with the parent, as the server does
-    if os.getppid() != int(sys.orig_argv[4]):
-        os._exit(1)
+    if path == os.environ.get("FORKED_STARTS"):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # die with the parent, as the server
+        if os.getppid() != int(sys.orig_argv[4]):
+            os._exit(1)
     link = socket.socket(socket.AF_UNIX)
     link.connect(path)
     umask = os.umask(0)

@@ -18,6 +18,7 @@ def main() -> None:
         dtype="float32",
         max_model_len=128,
         max_num_seqs=32,
+        kv_cache_memory_bytes=2**27,
         enforce_eager=True,
         generation_config="vllm",
         logprobs_mode="processed_logprobs",
