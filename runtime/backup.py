@@ -100,7 +100,8 @@ def back_up(home: Home, folder: Path) -> Backup:
             entries = [entry for place in ORDER for entry in writer.copy(place, lines)]
         sizes = [entry.size for entry in entries if entry.sha256]
         count = {"files": len(sizes), "bytes": sum(sizes)}
-        text = b"\n".join([head, *map(_line, entries), journal.line_of(count), b""])
+        end = count | {"lines": len(entries)}
+        text = b"\n".join([head, *map(_line, entries), journal.line_of(end), b""])
         durable.write_file(whole, text)
         path = folder / time.strftime("%Y-%m-%dT%H%M%SZ.jsonl", time.gmtime(begun))
         while path.exists():  # of the same second
@@ -236,7 +237,7 @@ def open_backup(source: Path) -> Backup:
         raise Corrupt(f"{path} is no backup, or is cut off") from error
     names = [Path(entry.path) for entry in backup.entries]
     safe = not any(name.is_absolute() or ".." in name.parts for name in names)
-    if not safe or backup.files != sum(1 for entry in backup.entries if entry.sha256):
+    if not safe or count.get("lines") != len(names):
         raise Corrupt(f"{path} is damaged: lines are missing, or lead out of the root")
     return backup
 

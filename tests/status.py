@@ -70,6 +70,8 @@ several gateways, standbys | runtime/further_gateways standby | cluster_faults |
 jobs of a site's Slurm | | runtime/slurm runtime/schedulers |
 a store that survives kills | store_kills event_kills | |
 damage that is noticed | bit_flips | |
+backups, also of a root at work | backup | |
+roots of older and of newer versions | old_root newer_records | |
 datasets | runtime/datasets/dataset_building runtime/datasets/dataset_samples | |
 imports, exports | runtime/imports/import_formats runtime/exports/formats | |
 keys, roles, owners | runtime/role_matrix runtime/owners | |
