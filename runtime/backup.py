@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from shutil import disk_usage
+from shutil import copyfile, disk_usage
 
 from pydantic import Field
 
@@ -138,8 +138,8 @@ class _Writer:
                     self.copied += sum(e.size for e in new.values() if e != self._known.get(e.path))
                     done |= new
                 if any(path not in done for path in todo):
-                    now = self._list(place)
-                    names = [path for path in now if place == MOVING or path in set(names)]
+                    before, now = set(names), self._list(place)
+                    names = [path for path in now if place == MOVING or path in before]
         return [done[path] for path in names]
 
     def _list(self, place: str) -> list[Path]:
@@ -242,84 +242,69 @@ def open_backup(source: Path) -> Backup:
     return backup
 
 
-def find_flaws(backup: Backup) -> list[dict[str, str]]:
-    """Read all contents; return `path`, `content`, `reason` of what is damaged or missing."""
-    folder = Home(backup.path.parent)
+def restore(backup: Backup, root: Path, *, dry_run: bool = False) -> list[dict[str, str]]:
+    """Make a root of a backup, and seal what its writers left; it appears when it is whole.
 
-    def why_not(sha256: str) -> str:
-        try:
-            checksums.prove(folder.blob(sha256), sha256)
-        except OSError as error:
-            return str(error)
-        return ""
-
-    hashes = sorted({entry.sha256 for entry in backup.entries if entry.sha256})
+    First all contents are read: with damaged or missing ones, nothing is written, and `path`,
+    `content` and `reason` of each file are returned. A killed restore is gone on with. Raises
+    BadInput for a root that is not empty, SetupError without room, StoreError.
+    """
+    root, folder = root.resolve(), backup.path.resolve().parent
+    draft = root.with_name(f".{root.name}.of-{backup.path.stem}")
+    if not dry_run:
+        _check_target(root, folder, backup.bytes - durable.size_of(draft))
+    contents = {e: Home(folder).blob(e.sha256) for e in backup.entries if e.sha256}
     with ThreadPoolExecutor(THREADS) as threads:
-        reasons = dict(zip(hashes, threads.map(why_not, hashes), strict=True))
-    return [
-        {"path": entry.path, "content": str(folder.blob(entry.sha256)), "reason": reason}
-        for entry in backup.entries
-        if (reason := reasons.get(entry.sha256))
-    ]
+        reasons = threads.map(_why_unusable, contents, contents.values())
+        flaws = [
+            {"path": entry.path, "content": str(content), "reason": reason}
+            for (entry, content), reason in zip(contents.items(), reasons, strict=True)
+            if reason
+        ]
+        if flaws or dry_run:
+            return flaws
+        with _writing(root):
+            folders = [(draft / e.path, e.mode) for e in backup.entries if not e.sha256]
+            for path in (draft, *(path for path, _ in folders)):
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            list(threads.map(lambda pair: _write(*pair, draft), contents.items()))
+            if (segments := Home(draft).segments).is_dir():
+                seal_orphans(segments, lambda stem: False, older_than=0)
+            for path, mode in reversed(folders):
+                path.chmod(mode)
+                durable.sync(path)
+            if not durable.publish_directory(draft, root):
+                raise BadInput(f"{root} is not empty any more", param="home")
+    return []
 
 
-def check_target(backup: Backup, root: Path) -> None:
-    """Raise BadInput where a backup cannot be restored, SetupError where there is no room."""
-    if root.is_relative_to(backup.path.parent.resolve()):
+def _check_target(root: Path, folder: Path, need: int) -> None:
+    if root.is_relative_to(folder):
         raise BadInput(f"{root} lies within the backup: name another root by --home", param="home")
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise BadInput(f"{root} is not empty: name a new root by --home", param="home")
     place = next(path for path in root.parents if path.exists())
-    need = backup.bytes - durable.size_of(_draft(backup, root))
     if (free := disk_usage(place).free) < need:
         raise SetupError(f"the backup needs {need} more bytes, and {place} has {free} free")
 
 
-def restore(backup: Backup, root: Path) -> None:
-    """Make a root of a backup: it appears when it is whole. A killed restore is gone on with.
-
-    Segments that their writers left are sealed. Raises as check_target; Corrupt, StoreError.
-    """
-    check_target(backup, root)
-    draft = _draft(backup, root)
-    with _writing(root):
-        draft.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folders = [entry for entry in backup.entries if not entry.sha256]
-        for entry in folders:
-            (draft / entry.path).mkdir(parents=True, exist_ok=True)
-        files = [entry for entry in backup.entries if entry.sha256]
-        with ThreadPoolExecutor(THREADS) as threads:
-            list(threads.map(lambda entry: _write(backup, entry, draft), files))
-        if (segments := Home(draft).segments).is_dir():
-            seal_orphans(segments, lambda stem: False, older_than=0)
-        for entry in reversed(folders):
-            (draft / entry.path).chmod(entry.mode)
-            durable.sync(draft / entry.path)
-        if not durable.publish_directory(draft, root):
-            raise BadInput(f"{root} is not empty any more", param="home")
+def _why_unusable(entry: Entry, content: Path) -> str:
+    try:
+        checksums.prove(content, entry.sha256)
+    except OSError as error:
+        return str(error)
+    return ""
 
 
-def _write(backup: Backup, entry: Entry, draft: Path) -> None:
-    """Write a file anew, unless a killed restore has written it. Raises Corrupt."""
-    content = Home(backup.path.parent).blob(entry.sha256)
-    target, hasher = draft / entry.path, checksums.FileHash()
-    if target.exists() and checksums.hash_of(target) == entry.sha256:
-        return
-    target.unlink(missing_ok=True)
-    with content.open("rb") as source, target.open("wb") as file:
-        while piece := source.read(durable.BLOCK):
-            hasher.update(piece)
-            file.write(piece)
-        os.fchmod(file.fileno(), entry.mode)
-        file.flush()
-        os.fsync(file.fileno())
-    os.utime(target, ns=(entry.mtime_ns, entry.mtime_ns))
-    if str(hasher) != entry.sha256:
-        raise Corrupt(f"{content} is damaged: {checksums.describe(str(hasher))}")
-
-
-def _draft(backup: Backup, root: Path) -> Path:
-    return root.with_name(f".{root.name}.of-{backup.path.stem}")
+def _write(entry: Entry, content: Path, draft: Path) -> None:
+    """Write a file, unless a killed restore has written it. Raises Corrupt, OSError."""
+    path = draft / entry.path
+    if not path.exists() or checksums.hash_of(path) != entry.sha256:
+        copyfile(content, path)
+        checksums.prove(path, entry.sha256)
+    path.chmod(entry.mode)
+    os.utime(path, ns=(entry.mtime_ns, entry.mtime_ns))
+    durable.sync(path)
 
 
 @contextmanager

@@ -41,6 +41,7 @@ SEAL = "SEALED.json"  # of a resume point, written by trainers/checkpointing
 RECORD = re.compile(
     r".*\.(json|deleted|revoked|validated|ended|ready|pruned|resumed)"
     r"|jobs/[^/]+/(cancelled|attempts/\d+|pauses/\d+)"
+    r"|sessions/[^/]+/(current|attempts/\d+|queue/[^/]+)"
     r"|batches/[^/]+/claims/[^/]+"
 )
 

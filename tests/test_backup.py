@@ -242,7 +242,7 @@ class Living:
     def acknowledged(self) -> set[str]:
         """The ids of events that the writers were told of as durable."""
         logs = [(self.children.folder / f"{name}.log").read_text() for name in ("one", "two")]
-        return {line for log in logs for line in log.rpartition("\n")[0].split("\n") if line}
+        return {line for log in logs for line in log.split("\n")[:-1] if line.startswith("run-")}
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
         words = {"backup": (self.dest, "--home", self.home.root),

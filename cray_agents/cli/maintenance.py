@@ -181,19 +181,14 @@ def restore_root(
     was killed goes on by the same command. It stands for the root that was lost: let no platform
     run on that one any more.
     """
-    from cray_agents.runtime.backup import check_target, find_flaws, open_backup, restore
+    from cray_agents.runtime.backup import open_backup, restore
 
-    backup, target = open_backup(src), settings().root.root.resolve()
-    if not dry_run:
-        check_target(backup, target)
+    backup, target = open_backup(src), settings().root.root
     with errors.status(f"reading {backup.path}"):
-        rows = find_flaws(backup)
-    if rows:
-        show(rows, ["path", "content", "reason"])
+        flaws = restore(backup, target, dry_run=dry_run)
+    if flaws:
+        show(flaws, ["path", "content", "reason"])
         raise typer.Exit(1)
-    if not dry_run:
-        with errors.status(f"writing {target}"):
-            restore(backup, target)
     if given().json:
         print_json(backup.model_dump(mode="json") | {"dry_run": dry_run})
     else:
