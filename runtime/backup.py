@@ -99,9 +99,8 @@ def back_up(home: Home, folder: Path) -> Backup:
         with closing(journal.LineFile(part)) as lines:
             entries = [entry for place in ORDER for entry in writer.copy(place, lines)]
         sizes = [entry.size for entry in entries if entry.sha256]
-        count = {"files": len(sizes), "bytes": sum(sizes)}
-        end = count | {"lines": len(entries)}
-        text = b"\n".join([head, *map(_line, entries), journal.line_of(end), b""])
+        count = {"files": len(sizes), "bytes": sum(sizes), "lines": len(entries)}
+        text = b"\n".join([head, *map(_line, entries), journal.line_of(count), b""])
         durable.write_file(whole, text)
         path = folder / time.strftime("%Y-%m-%dT%H%M%SZ.jsonl", time.gmtime(begun))
         while path.exists():  # of the same second
@@ -110,8 +109,10 @@ def back_up(home: Home, folder: Path) -> Backup:
         durable.sync(folder)
         part.unlink(missing_ok=True)
         blobs.sweep(lambda: used | {entry.sha256 for entry in entries})
-    about = {"path": path, "root": str(root), "time": begun, "copied": writer.copied}
-    return Backup(**about, **count, entries=entries)
+    return Backup(
+        path=path, root=str(root), time=begun, files=len(sizes), bytes=sum(sizes),
+        copied=writer.copied, entries=entries,
+    )  # fmt: skip
 
 
 class _Writer:

@@ -6,9 +6,9 @@ killed before its last iteration (`support/killable_loop.py`, kind `grpo`). That
 `cray-agents.toml` with every setting, too.
 """
 
+import json
 import tarfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +18,31 @@ from cray_agents.config.settings import load_config
 from cray_agents.paths import Home
 from cray_agents.runtime import fsck
 from tests.support.flipped_root import readers
+from tests.support.killable_loop import ITERATIONS
 from tests.test_loop_kills import Site, site
 
 #: Kinds of files that the oldest root does not have: several hosts came later.
 LATER = {"audit", "ledger", "terms", "standbys", "down", "serving", "excluded",
          "order of a replica", "lease of a replica"}  # fmt: skip
-ROOTS = sorted((Path(__file__).parent / "support").glob("root_of_*.tar.xz"))
+ROOTS = Path(__file__).parent / "support"
 
 
-@pytest.fixture(params=ROOTS, ids=lambda path: path.name.split(".")[0])
-def old(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    with tarfile.open(request.param) as archive:
-        archive.extractall(tmp_path, filter="data")
-    return tmp_path
+def unpacked(commit: str, folder: Path) -> Path:
+    with tarfile.open(ROOTS / f"root_of_{commit}.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder
 
 
 def test_an_old_configuration_is_read(tmp_path: Path) -> None:
-    with tarfile.open(next(path for path in ROOTS if "a0fd6ac8" in path.name)) as archive:
-        archive.extract("cray-agents.toml", tmp_path, filter="data")
-    (other := tmp_path / "other").mkdir()
-    assert load_config(directory=tmp_path) == load_config(directory=other)
+    unpacked("a0fd6ac8", tmp_path)
+    assert load_config(directory=tmp_path) == load_config(directory=tmp_path / "loop")
 
 
-def test_every_file_of_an_old_root_is_read(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    home = Home(old / "everything")
+@pytest.mark.parametrize("commit", ["35a68fce", "4e368387", "a0fd6ac8"])
+def test_every_file_of_an_old_root_is_read(
+    commit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = Home(unpacked(commit, tmp_path) / "everything")
     written = home.platform.stat().st_mtime  # an excluded node is left out for an hour
     monkeypatch.setattr(time, "time", lambda: written + 1)
     assert list(fsck.check(home)) == []
@@ -60,22 +61,33 @@ def said(ended: Site) -> dict[str, Any]:
     return state
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """What a new loop leaves."""
-    with site(tmp_path_factory.mktemp("new"), "grpo") as new:
+@pytest.mark.slow
+def test_an_old_loop_goes_on_and_ends_as_a_new_one(tmp_path: Path) -> None:
+    with site(tmp_path / "new", "grpo") as new:
         new.loop.wait()
         assert new.children.ended("loop")
-        yield said(new)
+        expected = said(new)
+    assert continued(unpacked("a0fd6ac8", tmp_path), "grpo") == expected
 
 
 @pytest.mark.slow
-def test_an_old_loop_goes_on_and_ends_as_a_new_one(
-    old: Path, tmp_path: Path, expected: dict[str, Any]
-) -> None:
-    (tmp_path / "continued").mkdir()
-    (old / "loop").rename(tmp_path / "continued" / "home")
-    with site(tmp_path / "continued", "grpo") as continued:
-        continued.loop.wait()
-        assert continued.children.ended("loop")
-        assert said(continued) == expected
+@pytest.mark.parametrize("commit", ["35a68fce", "4e368387"])
+def test_a_loop_of_the_first_versions_goes_on(commit: str, tmp_path: Path) -> None:
+    before = Home(unpacked(commit, tmp_path) / "loop").iterations("loop")
+    records = [json.loads((before / f"{number}.json").read_bytes()) for number in (0, 1)]
+    state = continued(tmp_path, "grpo-early")
+    assert state["twice"] == [] and len(state["versions"]) == len(state["jobs"]) + 1
+    assert [each["iteration"] for each in state["iterations"]] == [*range(ITERATIONS + 1)]
+    for old, new in zip(records, state["iterations"], strict=False):
+        for name in ("version", "holdout_success", "runs", "dataset"):
+            assert new[name] == old[name], "what was done is not done again"
+
+
+def continued(old: Path, kind: str) -> dict[str, Any]:
+    """Let an old loop go on to its end; what it left then."""
+    (old / "continued").mkdir()
+    (old / "loop").rename(old / "continued" / "home")
+    with site(old / "continued", kind) as made:
+        made.loop.wait()
+        assert made.children.ended("loop")
+        return said(made)
