@@ -53,7 +53,7 @@ PART_SECONDS = 86400.0  # age at which a part is deleted
 MANIFEST, PART = "*.jsonl", ".*.part"
 
 
-class Entry(Record):
+class BackupEntry(Record):
     """A file of a root, or a folder, which has no `sha256`. `path` is below the root."""
 
     path: str
@@ -73,7 +73,7 @@ class Backup(Record):
     files: int
     bytes: int
     copied: int = 0
-    entries: list[Entry] = Field(exclude=True)
+    entries: list[BackupEntry] = Field(exclude=True)
 
 
 def back_up(home: Home, folder: Path) -> Backup:
@@ -118,16 +118,16 @@ def back_up(home: Home, folder: Path) -> Backup:
 class _Writer:
     """Copies files of a root to blobs, but for those that are `known` from earlier backups."""
 
-    def __init__(self, root: Path, blobs: Blobs, known: dict[str, Entry]) -> None:
+    def __init__(self, root: Path, blobs: Blobs, known: dict[str, BackupEntry]) -> None:
         self.copied = 0  # bytes
         self._root, self._blobs, self._known = root, blobs, known
 
-    def copy(self, place: str, lines: journal.LineFile) -> list[Entry]:
+    def copy(self, place: str, lines: journal.LineFile) -> list[BackupEntry]:
         """Copy what is at a place of ORDER, and append it to `lines`. Return what is still there.
 
         So of a folder that is deleted meanwhile nothing is in the backup.
         """
-        done: dict[Path, Entry] = {}
+        done: dict[Path, BackupEntry] = {}
         names = self._list(place)
         with ThreadPoolExecutor(THREADS) as threads:
             while todo := [path for path in names if path not in done]:
@@ -158,14 +158,14 @@ class _Writer:
             names = again  # what was renamed during a look may be missing in it
         return names
 
-    def _copy(self, path: Path) -> Entry | None:
+    def _copy(self, path: Path) -> BackupEntry | None:
         """Copy a file, unless it is known; None if it is gone."""
         name = path.relative_to(self._root).as_posix()
         with store_errors(f"cannot copy {path}"), suppress(FileNotFoundError):
             found, known = path.stat(), self._known.get(name)
             mode = stat.S_IMODE(found.st_mode)
             if stat.S_ISDIR(found.st_mode):
-                return Entry(path=name, mode=mode)
+                return BackupEntry(path=name, mode=mode)
             if known is not None and self._blobs.size(known.sha256) == known.size:
                 before = (known.size, known.mtime_ns, known.inode)
                 if before == (found.st_size, found.st_mtime_ns, found.st_ino):
@@ -176,7 +176,7 @@ class _Writer:
                     draft.write(piece)
                 blob = draft.publish()
             times = {"mtime_ns": found.st_mtime_ns, "inode": found.st_ino}
-            return Entry(path=name, mode=mode, sha256=blob.sha256, size=blob.size, **times)
+            return BackupEntry(path=name, mode=mode, sha256=blob.sha256, size=blob.size, **times)
         return None
 
 
@@ -195,16 +195,16 @@ def _walk(top: Path, unread: set[Path]) -> Iterator[Path]:
         yield from (path for path in found if path.is_file())
 
 
-def _line(entry: Entry) -> bytes:
+def _line(entry: BackupEntry) -> bytes:
     return journal.line_of(entry.model_dump())
 
 
-def _read_all(folder: Path) -> tuple[dict[str, Entry], set[str]]:
+def _read_all(folder: Path) -> tuple[dict[str, BackupEntry], set[str]]:
     """Return the newest entry of each path, and the hashes of all contents that are needed.
 
     Raises Corrupt, NewerFormat: else contents could be deleted that a backup needs.
     """
-    known: dict[str, Entry] = {}
+    known: dict[str, BackupEntry] = {}
     used: set[str] = set()
     for path in sorted(folder.glob(MANIFEST)):
         known = {entry.path: entry for entry in open_backup(path).entries if entry.sha256}
@@ -214,7 +214,7 @@ def _read_all(folder: Path) -> tuple[dict[str, Entry], set[str]]:
             path.unlink()
             continue
         rows = [row for row in journal.read(path, damaged="skip") if row.get("sha256")]
-        known |= {row["path"]: Entry.model_validate(row) for row in rows}
+        known |= {row["path"]: BackupEntry.model_validate(row) for row in rows}
     return known, used | {entry.sha256 for entry in known.values()}
 
 
@@ -289,7 +289,7 @@ def _check_target(root: Path, folder: Path, need: int) -> None:
         raise SetupError(f"the backup needs {need} more bytes, and {place} has {free} free")
 
 
-def _why_unusable(entry: Entry, content: Path) -> str:
+def _why_unusable(entry: BackupEntry, content: Path) -> str:
     try:
         checksums.prove(content, entry.sha256)
     except OSError as error:
@@ -297,7 +297,7 @@ def _why_unusable(entry: Entry, content: Path) -> str:
     return ""
 
 
-def _write(entry: Entry, content: Path, draft: Path) -> None:
+def _write(entry: BackupEntry, content: Path, draft: Path) -> None:
     """Write a file, unless a killed restore has written it. Raises Corrupt, OSError."""
     path = draft / entry.path
     if not path.exists() or checksums.hash_of(path) != entry.sha256:
