@@ -20,7 +20,7 @@ import pytest
 from cray_agents.paths import Home
 from cray_agents.records import ModelVersion
 from cray_agents.runtime import fsck
-from cray_agents.runtime.backup import back_up
+from cray_agents.runtime.store.backup import back_up
 from cray_agents.runtime.disk import checksums, durable, journal
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store

@@ -156,7 +156,7 @@ def back_up_root(
     that was killed goes on by the same command. Each backup is a file DEST/TIME.jsonl: delete those
     that you need no more. DEST holds what the root holds, prompts and keys: it is yours alone.
     """
-    from cray_agents.runtime.backup import back_up
+    from cray_agents.runtime.store.backup import back_up
 
     home = root()
     with errors.status(f"copying {home.root}"):
@@ -181,7 +181,7 @@ def restore_root(
     was killed goes on by the same command. It stands for the root that was lost: let no platform
     run on that one any more.
     """
-    from cray_agents.runtime.backup import open_backup, restore
+    from cray_agents.runtime.store.backup import open_backup, restore
 
     backup, target = open_backup(src), settings().root.root
     with errors.status(f"reading {backup.path}"):

@@ -1,6 +1,6 @@
 """Backup: copy a root to another folder, incrementally and verified, and restore it from there.
 
-    blobs/<aa>/<sha256>   contents of files, each stored once (files/blobs.py)
+    blobs/<aa>/<sha256>   contents of files, each stored once (runtime/files/blobs.py)
     <time>.jsonl          a backup: a head, a line for each file and folder of the root, their count
     .<id>.part            the lines of a backup that goes on, or was killed
 
@@ -14,7 +14,7 @@ version in a backup has its checkpoint, and an iteration its runs. So a restored
 platform was killed; only its newest runs may be of a version that came too late to be in it. Drafts
 are not copied, nor what belongs to processes that live (LEFT_OUT).
 
-Called by cli/maintenance.py.
+Called by cray_agents/cli/maintenance.py.
 """
 
 import os
