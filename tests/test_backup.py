@@ -20,10 +20,10 @@ import pytest
 from cray_agents.paths import Home
 from cray_agents.records import ModelVersion
 from cray_agents.runtime import fsck
-from cray_agents.runtime.store.backup import back_up
 from cray_agents.runtime.disk import checksums, durable, journal
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
+from cray_agents.runtime.store.backup import back_up
 from tests.support import flipped_root
 from tests.support.campaign import ROOT, Campaign, Children, kills
 from tests.support.command_line import cli, refused
