@@ -11,6 +11,8 @@ from pydantic import Field
 from cray_agents.records import LogprobDistance, Record
 from cray_agents.training_jobs import TakenUp
 
+SETTINGS_VERSION = 2  # of the record of a loop's settings, in its journal
+
 
 class Iteration(Record):
     """The record of an iteration; number 0 only measures the model that the loop began with.

@@ -41,6 +41,7 @@ SEAL, POINT = "SEALED.json", "point.json"  # of a resume point, as trainers/chec
 RECORD = re.compile(
     r".*\.(json|deleted|revoked|validated|ended|ready|pruned|resumed)"
     r"|jobs/[^/]+/(cancelled|attempts/\d+|pauses/\d+)"
+    r"|sessions/[^/]+/(current|attempts/\d+|queue/[^/]+)"
     r"|batches/[^/]+/claims/[^/]+"
 )
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cray_agents.errors import NotFound
-from cray_agents.iteration import Iteration, base_version, promoted_version
+from cray_agents.iteration import SETTINGS_VERSION, Iteration, base_version, promoted_version
 from cray_agents.paths import Home
 from cray_agents.records import ModelVersion, new_id
 from cray_agents.runtime.disk import checksums, durable
@@ -292,6 +292,7 @@ def _of_loop(home: Home, loop: str, done: list[Iteration]) -> set[str]:
         key=lambda path: int(path.stem.rpartition("-")[2]),
     )
     settings = (_read(paths[-1]) or {}) if paths else {}
+    checksums.check_version(settings.get("version"), SETTINGS_VERSION, f"the settings of {loop}")
     methods = settings.get("method", settings.get("stages", {})).values()  # the latter: version 1
     named = {method.get(role) or "" for method in methods for role in ("teacher", "reflector")}
     versions = {name for name in named if "@" in name and "://" not in name}

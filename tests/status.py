@@ -73,6 +73,8 @@ the chart's objects and commands, without Kubernetes | chart | |
 preflight of a machine and a cluster | cray_agents/preflight | cray_agents/preflight |
 a store that survives kills | store_kills event_kills | |
 damage that is noticed | bit_flips | |
+backups, also of a root at work | backup | |
+roots of older and of newer versions | old_root newer_records | |
 datasets | runtime/datasets/dataset_building runtime/datasets/dataset_samples | |
 imports, exports | runtime/imports/import_formats runtime/exports/formats | |
 keys, roles, owners | runtime/role_matrix runtime/owners | |

@@ -20,7 +20,15 @@ from rich.markup import escape
 
 from cray_agents.cli.options import Commands, RootGroup, split_root_options
 from cray_agents.cli.screen import errors
-from cray_agents.errors import BadInput, CrayError, JobError, NotFound, RealModelCall, SetupError
+from cray_agents.errors import (
+    BadInput,
+    CrayError,
+    JobError,
+    NewerFormat,
+    NotFound,
+    RealModelCall,
+    SetupError,
+)
 
 if TYPE_CHECKING:
     app: Commands
@@ -97,8 +105,9 @@ def __getattr__(name: str) -> Commands:
     return make_app(*COMMANDS)
 
 
-#: Errors that the caller must fix: in the input, on this machine, or in a guard of their own.
-_CALLER_ERRORS = (BadInput, NotFound, SetupError, RealModelCall)
+#: Errors that the caller must fix: in the input, on this machine, in a guard of their own, or by
+#: another version of this package.
+_CALLER_ERRORS = (BadInput, NotFound, SetupError, RealModelCall, NewerFormat)
 
 
 def main() -> None:

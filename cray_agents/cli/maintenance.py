@@ -1,9 +1,10 @@
-"""`maintain fsck`, `compact`, `prune`: care for stored data, with or without a platform."""
+"""`maintain fsck`, `compact`, `prune`, `backup`, `restore`: stored data, without a platform too."""
 
 import asyncio
 from collections import Counter
 from dataclasses import asdict
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -35,7 +36,9 @@ KEEP = 2  # versions that were promoted before and whose weights stay
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
 
-commands = Commands("maintain", help="Care for stored data: fsck (check), compact, prune (delete).")
+commands = Commands(
+    "maintain", help="Care for stored data: fsck (check), compact, prune (delete), backup, restore."
+)
 
 
 @commands.command("fsck")
@@ -141,6 +144,56 @@ def prune(
         raise BadInput(
             "give `runs` with --where and --yes, or `models` with a name and --keep", param="what"
         )
+
+
+@commands.command("backup")
+def back_up_root(
+    dest: Annotated[Path, typer.Argument(metavar="DEST", help="A folder for backups alone.")],
+) -> None:
+    """Copy the root to a folder outside it; a platform may run on it meanwhile.
+
+    Files that have not changed since the last backup in DEST are neither read nor copied. A backup
+    that was killed goes on by the same command. Each backup is a file DEST/TIME.jsonl: delete those
+    that you need no more. DEST holds what the root holds, prompts and keys: it is yours alone.
+    """
+    from cray_agents.runtime.store.backup import back_up
+
+    home = root()
+    with errors.status(f"copying {home.root}"):
+        made = back_up(home, dest)
+    if given().json:
+        print_json(made.model_dump(mode="json"))
+    else:
+        say(f"{made.path}: {made.files} files, {size(made.bytes)}, new: {size(made.copied)}")
+
+
+@commands.command("restore")
+def restore_root(
+    src: Annotated[
+        Path, typer.Argument(metavar="SRC", help="A folder of backups, or one: DEST/TIME.jsonl.")
+    ],
+    dry_run: DryRun = False,
+) -> None:
+    """Make a new root, --home, of the newest backup in a folder, or of one that is named.
+
+    First all of the backup is read, and what is damaged or missing is listed, with exit code 1.
+    Nothing is written then, nor with --dry-run. The root appears when it is whole; a restore that
+    was killed goes on by the same command. It stands for the root that was lost: let no platform
+    run on that one any more.
+    """
+    from cray_agents.runtime.store.backup import open_backup, restore
+
+    backup, target = open_backup(src), settings().root.root
+    with errors.status(f"reading {backup.path}"):
+        flaws = restore(backup, target, dry_run=dry_run)
+    if flaws:
+        show(flaws, ["path", "content", "reason"])
+        raise typer.Exit(1)
+    if given().json:
+        print_json(backup.model_dump(mode="json") | {"dry_run": dry_run})
+    else:
+        done = "is whole" if dry_run else f"is restored to {target}"
+        say(f"{backup.path} {done}: {backup.files} files, {size(backup.bytes)}")
 
 
 def _prune_models(name: str | None, keep: int, *, dry_run: bool) -> None:

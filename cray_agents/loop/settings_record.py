@@ -24,6 +24,7 @@ from cray_agents.agent.description import handoff_tool
 from cray_agents.agent.environment import WorkerEnvironment
 from cray_agents.agent.tool import Tool
 from cray_agents.errors import BadInput
+from cray_agents.iteration import SETTINGS_VERSION
 from cray_agents.loop.methods import Method
 from cray_agents.loop.settings import LoopSettings
 from cray_agents.platform.client import Platform
@@ -35,7 +36,6 @@ from cray_agents.training_jobs import with_backend_of_older
 #: Agent fields recorded verbatim. Temperature is missing because the loop sets it.
 VERBATIM = ("max_turns", "max_total_tokens", "on_limit", "max_tokens", "tool_calls", "retries",
             "parallel_tool_calls", "json_schema", "output_retries")  # fmt: skip
-VERSION = 2
 KEPT = ("parent", "evaluate_every", "teacher")  # names of a method that version 1 had, too
 #: Where the fields of version 1 are: their group, and their name in it.
 MOVED = {
@@ -58,7 +58,7 @@ def settings_record(loop: LoopSettings) -> dict[str, Any]:
     """
     data, curriculum = loop.data, loop.data.curriculum
     return {
-        "version": VERSION,
+        "version": SETTINGS_VERSION,
         "tasks": _fingerprint([_task(task) for task in loop.tasks]),
         **record_of(loop.agent, loop.rewards),
         "method": {
@@ -97,12 +97,12 @@ def _method(method: Method) -> dict[str, Any]:
 def translated(record: dict[str, Any]) -> dict[str, Any]:
     """A record in today's names, also if it is older. Raises BadInput for a newer one."""
     version = record.get("version", 1)
-    if version > VERSION:
+    if version > SETTINGS_VERSION:
         raise BadInput(
             f"the loop's settings are a record of version {version}, and this code reads up to "
-            f"{VERSION}: use the version of cray-agents that wrote it, or a newer one"
+            f"{SETTINGS_VERSION}: use the version of cray-agents that wrote it, or a newer one"
         )
-    if version == VERSION:
+    if version == SETTINGS_VERSION:
         methods = {
             first: {**method, "training": with_backend_of_older(method["training"])}
             for first, method in record["method"].items()

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from cray_agents.errors import Corrupt
+from cray_agents.errors import Corrupt, NewerFormat
 from cray_agents.records import new_id
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.store.index import sweep_caches
@@ -70,15 +70,16 @@ def plan(store: Store, *, thorough: bool = False) -> list[list[Segment]]:
 
 
 def compact(store: Store, group: Sequence[Segment]) -> Compacted | None:
-    """Rewrite a group as one segment. Return None if a segment is damaged: `fsck` repairs it.
+    """Rewrite a group as one segment.
 
-    Raises StoreError.
+    Return None if a segment is damaged (`fsck` repairs it) or has events of a newer format. Raises
+    StoreError.
     """
     stem, dropped = COMPACTED + new_id("segment"), Counter[str]()
     lines, stems = _kept_lines(store, group, dropped), tuple(segment.stem for segment in group)
     try:
         path = write_sealed(store.segments.directory, stem, lines, stems)
-    except Corrupt as error:
+    except (Corrupt, NewerFormat) as error:
         log.warning("not compacted: %s", error)
         return None
     store.refresh()
@@ -97,7 +98,7 @@ def compact(store: Store, group: Sequence[Segment]) -> Compacted | None:
 
 
 def _kept_lines(store: Store, group: Sequence[Segment], dropped: Counter[str]) -> Iterator[bytes]:
-    """Yield the lines to keep, and count the others. Raises Corrupt on damage, Moved."""
+    """Yield the lines to keep, and count the others. Raises Corrupt, NewerFormat, Moved."""
     seen: set[str] = set()
     for segment in group:
         for line in store.segments.read(segment.stem):

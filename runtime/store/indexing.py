@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from cray_agents.errors import Corrupt
+from cray_agents.errors import Corrupt, NewerFormat
 from cray_agents.runtime.store.index import Index
 from cray_agents.runtime.store.segments.line_format import COMPACTED, Placed, event_in, facts_of
 from cray_agents.runtime.store.segments.reader import Damage, Moved, Segment, Segments
@@ -209,7 +209,7 @@ def _read(
             index.note(*damage.pop())
         try:
             batch.append(Placed(facts_of(event_in(line.data)), line.place))
-        except (Corrupt, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (Corrupt, NewerFormat, KeyError, TypeError, ValueError, AttributeError) as error:
             stem, offset, length = line.place
             damage = [Damage(stem, offset, -1, length, f"not an event ({error!r})")]
         if len(batch) == BATCH:

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from cray_agents.errors import Corrupt, NotFound
+from cray_agents.errors import Corrupt, NewerFormat, NotFound
 from cray_agents.iteration import Iteration
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums
@@ -53,13 +53,13 @@ class LoopRecords:
     def known(self, damaged: list[dict[str, str]]) -> list[Iteration | None]:
         """Return all records in order; None for one that a client of its own wrote.
 
-        None for a damaged one, too, which is noted in `damaged`.
+        None for one that is damaged or of a newer format, too, which is noted in `damaged`.
         """
         records: list[Iteration | None] = []
         for number in self.numbers():
             try:
                 records.append(self._record(number))
-            except (Corrupt, PermissionError) as error:
+            except (Corrupt, NewerFormat, PermissionError) as error:
                 records.append(None)
                 damaged.append({"id": f"{self.loop}/{number}", "reason": str(error)})
         return records

@@ -46,6 +46,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "async": {"method": GRPO, "group_size": 3, "max_staleness": 1},
     "watch": {"method": KTO, "live": Live(runs=8, most=8, poll=0.05)},
 }
+#: As "grpo", with the learning rate that was the default of the first versions.
+EARLY = {"grpo-early": KINDS["grpo"] | {"training": Training(steps=1, learning_rate=1e-3)}}
 ITERATIONS = 3
 
 
@@ -148,7 +150,7 @@ def main() -> None:
         uvloop.run(serve(Home(Path(sys.argv[2])), int(sys.argv[3])))
         return
     url, kind, out = sys.argv[2:]
-    done = list(site_loop(platform=Platform(url), **KINDS[kind]).run_sync(ITERATIONS))
+    done = list(site_loop(platform=Platform(url), **(KINDS | EARLY)[kind]).run_sync(ITERATIONS))
     Path(out).write_text(json.dumps(shape(done)))
 
 

@@ -3,8 +3,9 @@
     {"id":"...","run_id":"...","kind":"call","time":1.5,"body":{...},"crc":"0a1b2c3d"}
 
 `crc` is zlib's CRC-32 over the line's bytes before `,"crc"`, as 8 hex digits. A line can thus be
-verified anywhere, and is still plain JSON. Written by store.py; read by store.py, indexing.py
-and compaction.py. The names of segment files are parsed here too.
+verified anywhere, and is still plain JSON. One of a newer format has a `format` (checksums.py).
+Written by store.py; read by store.py, indexing.py and compaction.py. The names of segment files are
+parsed here too.
 
 The facts of an event are the few plain values that the index keeps. Increase the version of the
 index (index/database.py) when they change; they are then extracted again.
@@ -20,8 +21,9 @@ from cray_agents.errors import Corrupt, StoreError
 from cray_agents.exact_json import dump_json
 from cray_agents.messages import text_of, text_or_json
 from cray_agents.records import Event, StopReason, new_id
-from cray_agents.runtime.disk.checksums import is_whole, with_crc
+from cray_agents.runtime.disk.checksums import FORMAT, check_version, is_whole, with_crc
 
+EVENT_FORMAT = 1  # of a line
 HEAD = 160  # characters of an input or output that are kept
 ANSWER_HEAD = 200  # characters of an answer that identify it
 
@@ -187,13 +189,15 @@ def line_of(event: Event) -> bytes:
 
 
 def event_in(line: bytes) -> dict[str, Any]:
-    """Decode a line: keys id, run_id, kind, time, body, crc. Raises Corrupt."""
+    """Decode a line: keys id, run_id, kind, time, body, crc. Raises Corrupt, NewerFormat."""
     if not is_whole(line):
         raise Corrupt(f"not an event, or a damaged one: {line[:QUOTED]!r}")
     try:
-        return parse_line(line)
+        event = parse_line(line)
     except ValueError as error:
         raise Corrupt(f"not an event ({error}): {line[:QUOTED]!r}") from error
+    check_version(event.get(FORMAT), EVENT_FORMAT, f"event {event.get('id')}")
+    return event
 
 
 def parse_line(line: bytes) -> dict[str, Any]:

@@ -268,6 +268,9 @@ def _check_sealed(segments: Segments, named: Name, path: Path) -> Iterator[Findi
     with closing(open_segment(segments.directory, named.stem)) as handle:
         if not handle.sealed:
             return
+        if (gap := handle.table.gap) is not None and gap.newer:
+            yield _finding(named, path, "damaged", gap.message, lost=None, repairable=False)
+            return
         intact = True
         for finding in chain(_check_end(named, handle), _check_lines(segments, named, handle)):
             intact = False

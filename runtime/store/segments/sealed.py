@@ -32,7 +32,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 
-from cray_agents.errors import Corrupt, StoreError, store_errors
+from cray_agents.errors import Corrupt, NewerFormat, StoreError, store_errors
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.disk.checksums import is_whole
 from cray_agents.runtime.store.segments.line_format import (
@@ -76,13 +76,15 @@ class Frame(NamedTuple):
 class Gap(NamedTuple):
     """A damaged or missing end of a file, from byte `at` on.
 
-    `lines`: lines from `offset` on are lost; else all stand before it.
+    `lines`: lines from `offset` on are lost; else all stand before it. `newer`: it is whole, and of
+    a newer version.
     """
 
     at: int
     offset: int
     lines: bool
     message: str
+    newer: bool = False
 
 
 class Footer(NamedTuple):
@@ -195,8 +197,8 @@ def read_table(file: int) -> Table:
         footer = _read_footer(file, at, length, crc, version)
         if at + _head.size + length + TRAILER_SIZE != size:
             raise Corrupt("something stands between the footer and the end of the file")
-    except Corrupt as error:
-        return _scan(file, size, at, str(error))
+    except (Corrupt, NewerFormat) as error:
+        return _scan(file, size, at, error)
     table, position = Table(), 0
     table.footer, table.end = footer, at
     for size, length, *lines in footer.frames:
@@ -207,15 +209,20 @@ def read_table(file: int) -> Table:
 
 
 def _read_trailer(file: int, end: int) -> tuple[int, int, int, bytes]:
-    """Return the footer's place, size and CRC-32, and the file's version. Raises Corrupt."""
+    """Return the footer's place, size and CRC-32, and the file's version.
+
+    Raises Corrupt, NewerFormat.
+    """
     tail = os.pread(file, TRAILER_SIZE, max(0, end - TRAILER_SIZE))
     if len(tail) < TRAILER_SIZE:
         raise Corrupt("the file is too short for a sealed segment")
     magic, _, version, at, size, payload_crc, crc = _trailer.unpack(tail)
     if zlib.crc32(tail[:-4]) != crc:
         raise Corrupt("the end of the file is damaged or missing")
-    if magic != TRAILER or version not in (VERSION, MARKED):
+    if magic != TRAILER or not version.startswith(b"segment"):
         raise Corrupt(f"the segment is of an unknown version {version!r}")
+    if version not in (VERSION, MARKED):
+        raise NewerFormat(f"a newer version of cray-agents wrote this segment, as {version!r}")
     return at, size, payload_crc, version
 
 
@@ -232,7 +239,7 @@ def _read_footer(file: int, at: int, size: int, crc: int, version: bytes) -> Foo
     return Footer(**{name: fields[name] for name in Footer._fields})
 
 
-def _scan(file: int, end: int, footer: int, why: str) -> Table:
+def _scan(file: int, end: int, footer: int, why: StoreError) -> Table:
     """List the frames of a file without a usable footer, which would begin at `footer`.
 
     A damaged frame has the length that its header tells, so that the places of later lines hold.
@@ -255,7 +262,7 @@ def _scan(file: int, end: int, footer: int, why: str) -> Table:
         table.add(position, size, max(0, length))
         position += size
     offset = sum(table[len(table) - 1][2:4]) if len(table) else 0
-    table.gap = Gap(position, offset, not whole, why)
+    table.gap = Gap(position, offset, not whole, str(why), isinstance(why, NewerFormat))
     return table
 
 
