@@ -1,4 +1,4 @@
-"""`up`, `down`, `status`, `doctor` commands: run a platform, end it, show its state, look for faults.
+"""`up`, `down`, `status`, `doctor`: run a platform, end it, show its state, look for faults.
 
 `up` composes gateway, pool, store, scheduler and trainer in one process (server/compose.py);
 server/platform_process.py finds, starts and ends that process. overview.py draws `status --watch`.
