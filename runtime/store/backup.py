@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from shutil import copyfile, disk_usage
 
@@ -268,7 +269,7 @@ def restore(backup: Backup, root: Path, *, dry_run: bool = False) -> list[dict[s
             folders = [(draft / e.path, e.mode) for e in backup.entries if not e.sha256]
             for path in (draft, *(path for path, _ in folders)):
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            list(threads.map(lambda pair: _write(*pair, draft), contents.items()))
+            list(threads.map(partial(_write, draft), contents, contents.values()))
             if (segments := Home(draft).segments).is_dir():
                 seal_orphans(segments, lambda stem: False, older_than=0)
             for path, mode in reversed(folders):
@@ -297,7 +298,7 @@ def _why_unusable(entry: BackupEntry, content: Path) -> str:
     return ""
 
 
-def _write(entry: BackupEntry, content: Path, draft: Path) -> None:
+def _write(draft: Path, entry: BackupEntry, content: Path) -> None:
     """Write a file, unless a killed restore has written it. Raises Corrupt, OSError."""
     path = draft / entry.path
     if not path.exists() or checksums.hash_of(path) != entry.sha256:
