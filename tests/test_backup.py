@@ -25,7 +25,7 @@ from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.backup import back_up
 from tests.support import flipped_root
-from tests.support.campaign import ROOT, Campaign, Children, kills
+from tests.support.campaign import Campaign, Children, kills
 from tests.support.command_line import cli, refused
 from tests.support.scripted_platform import bare_model
 from tests.support.waiting import wait_until
@@ -182,7 +182,11 @@ def test_a_full_disk_is_said_and_the_backup_goes_on(home: Home, tmp_path: Path) 
         "$0" -m cray_agents maintain backup "$1" --home "$2" && exit $code"""
     words = ["unshare", "--map-root-user", "--mount", "sh", "-c", shell, sys.executable]
     done = subprocess.run(
-        [*words, dest, home.root], cwd=ROOT, capture_output=True, text=True, check=False
+        [*words, dest, home.root],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     refused(done, "No space left", "make room and repeat the command")
     assert "21 files" in done.stdout
@@ -233,9 +237,8 @@ class Living:
             durable.publish_directory(draft, megatron / f"step-{step:08d}")
             durable.keep_newest(megatron, 2)
             weights = self._model / "model.safetensors"
-            content = bytearray(weights.read_bytes())
-            content[-4:] = step.to_bytes(4, "little")  # other weights: another checkpoint
-            weights.write_bytes(content)
+            other = weights.read_bytes()[:-4] + step.to_bytes(4, "little")  # another checkpoint
+            weights.write_bytes(other)
             registry.register("m", *registry.import_checkpoint(self._model))
             registry.promote("m", step)
 
@@ -247,8 +250,9 @@ class Living:
     def start(self, name: str) -> subprocess.Popen[bytes]:
         words = {"backup": (self.dest, "--home", self.home.root),
                  "restore": (self.dest, "--home", self.new.root)}[name]  # fmt: skip
-        self.children.start(name, "cray_agents", "maintain", name, *words)
-        return self.children.processes[name]
+        with (self.children.folder / f"{name}.log").open("ab") as log:  # no fork: a thread is busy
+            argv = [sys.executable, "-m", "cray_agents", "maintain", name, *map(str, words)]
+            return subprocess.Popen(argv, stdout=log, stderr=log)
 
     def kill(self, name: str, chance: random.Random) -> bool:
         """Start a command and kill it once it writes; whether it had not ended by then."""
@@ -261,14 +265,14 @@ class Living:
             )
         )
         time.sleep(chance.uniform(0, 0.5))
-        if self.children.kill(name) == -signal.SIGKILL:
+        process.kill()
+        if process.wait() == -signal.SIGKILL:
             return True
-        assert self.children.ended(name)
+        assert process.returncode == 0
         return False
 
     def run(self, name: str) -> None:
-        self.start(name).wait()
-        assert self.children.ended(name)
+        assert self.start(name).wait() == 0
 
     def stop(self) -> None:
         self._stopped.set()

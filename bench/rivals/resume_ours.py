@@ -67,7 +67,7 @@ def main(model: Path, folder: Path) -> None:
     lab, outcome, chance = laboratory(model, folder / "killed"), Outcome(), random.Random(1)
     notes = Notes(folder / "killed" / "notes")
     while True:
-        attempt = Attempt(lab, spec)
+        attempt = Attempt(lab, spec, None)
         kill = _kill(chance, notes.step) if outcome.kills < KILLS else None
         killed = kill is not None and attempt.bear(kill)
         code = attempt.end()

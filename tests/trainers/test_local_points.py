@@ -66,9 +66,7 @@ def killed(lab: Any, spec: JobSpec, scratch: Path, *nodes: str) -> list[Path]:
         (megatron / f".step-{number:08d}.1").touch()
     jobs = launch(lab, spec, scratch, *nodes)
     job = jobs[-1]
-    until(
-        lambda: job.journal.step >= 3 * EVERY and len(local_points(job)) > 1, lambda: job.log, 1200
-    )
+    until(lambda: job.journal.step >= 3 * EVERY and len(local_points(job)) > 1, lambda: job.log)
     for pid in ranks_of(job)[-1:]:  # none: it came to its end, which the shared root did not take
         os.kill(pid, signal.SIGKILL)
     assert [job.wait() for job in jobs] == [1] * len(jobs), job.log

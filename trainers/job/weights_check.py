@@ -18,6 +18,7 @@ from cray_agents.errors import CrayError, JobError, StoreError
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.trainers.checkpointing import resume
+from cray_agents.trainers.checkpointing.save import is_local
 from cray_agents.trainers.job.job_inputs import JobInputs, other_weights
 from cray_agents.trainers.training.parallel_groups import (
     broadcast_from_rank0,
@@ -89,7 +90,7 @@ def check_start(work: JobInputs, choose: Callable[[JobInputs], JobInputs]) -> Jo
         if is_rank0():
             resume.set_aside(point)
             print(f"{problem}; set aside, the one before it is used", flush=True)
-            kind = "warning" if resume.is_local(point) else "corrupt"  # as of a node that was lost
+            kind = "warning" if is_local(point) else "corrupt"  # as of a node that was lost
             work.journal.event(kind, message=f"{problem}; the one before it is used")
             try:
                 chosen = choose(work).points
