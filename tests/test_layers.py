@@ -216,6 +216,7 @@ OWN_TASKS = {
     "cray_agents/server/platform_process.py": {"lasting_key", "newest"},
     "cray_agents/server/gateway_parts.py": {"open_store"},
     "cray_agents/loop/collector.py": {"next"},
+    "cray_agents/loop/evaluator.py": {"choosing_early"},
     "cray_agents/loop/live/traffic.py": {"_adopt"},
     "cray_agents/loop/prompts.py": {"run"},
     "cray_agents/loop/rollouts.py": {"_start"},
