@@ -40,7 +40,7 @@ from tests.support.waiting import wait_until
 
 NODES = ["127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4"]
 KILLS = kills(1)
-STEPS = 60 if KILLS == 1 else 200  # a long campaign kills a job more than once
+STEPS = 120 if KILLS == 1 else 200  # a long campaign kills a job more than once
 needs_slurm = pytest.mark.skipif(bool(missing_programs()), reason=f"lacks {missing_programs()}")
 
 
@@ -80,9 +80,20 @@ class HeldJob:
     def ended(self) -> bool:
         return self.trainer.status(self.journal.job_id).state not in ("queued", "running")
 
-    def hold(self, step: int) -> None:
-        """Stop the ranks soon after a step: the host may be too busy for the test to keep up."""
-        wait_until(lambda: self.journal.step >= step, self.journal.log_tail, 400)
+    def hold(self, steps: int) -> None:
+        """Stop the ranks once this attempt has done so many steps, or a few more.
+
+        The host may be too busy for the test to keep up with them.
+        """
+
+        def done() -> int:
+            events = self.journal.events()
+            begun = [number for number, e in enumerate(events) if e["event"] == "started"]
+            if not begun or events[begun[-1]]["attempt"] != self.journal.attempts:
+                return 0
+            return sum(e["event"] == "step" for e in events[begun[-1] :])
+
+        wait_until(lambda: done() >= steps, self.journal.log_tail, 400)
         for pid in self._ranks():
             os.kill(pid, signal.SIGSTOP)
         assert self.journal.step < self.journal.spec().hyperparameters.steps
@@ -185,7 +196,7 @@ def test_spare_nodes_take_the_places_of_lost_ones(
         for attempt, node in enumerate((NODES[1], NODES[0]), 2):
             job.kill(node)
             job.wait(lambda: job.journal.attempts == attempt or job.ended(), "the next one")  # noqa: B023
-            job.hold(10 * attempt)
+            job.hold(3)
             del before[node]
             assert job.launchers() == before  # they keep their processes
         job.release()
