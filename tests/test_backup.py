@@ -256,14 +256,14 @@ class Living:
 
     def kill(self, name: str, chance: random.Random) -> bool:
         """Start a command and kill it once it writes; whether it had not ended by then."""
-        sign = {"backup": "dest/.*.part", "restore": ".new.of-*/**/*"}[name]
-        before = len(list(self.children.folder.glob(sign)))
-        process = self.start(name)
-        wait_until(
-            lambda: (
-                process.poll() is not None or len(list(self.children.folder.glob(sign))) != before
-            )
-        )
+        draft = {"backup": "dest/.*.part", "restore": ".new.of-*"}[name]
+
+        def count() -> int:
+            found = self.children.folder.glob(draft)
+            return sum(1 + sum(len(files) for _, _, files in os.walk(top)) for top in found)
+
+        before, process = count(), self.start(name)
+        wait_until(lambda: process.poll() is not None or count() != before)
         time.sleep(chance.uniform(0, 0.5))
         process.kill()
         if process.wait() == -signal.SIGKILL:

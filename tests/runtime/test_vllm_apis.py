@@ -54,7 +54,7 @@ LOOPS_IF_TOLD = (
     "{% if messages[-1].content == 'loop' %}{% for a in range(99999) %}"
     "{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
 )
-CASES = 250 * int(os.environ.get("CRAY_TEST_FUZZ", "1"))  # random requests
+CASES = 500 * int(os.environ.get("CRAY_TEST_FUZZ", "1"))  # random requests
 SEED = 1
 SAY_ALL: dict[str, Any] = {"return_token_ids": True, "logprobs": True}
 

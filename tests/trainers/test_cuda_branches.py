@@ -116,6 +116,7 @@ PLACES: dict[str, str | None] = {
     },
     "trainers/job/failures/failure.py:_verdict": "reads the text of an error",
     "trainers/job/failures/health_gate.py:check_ranks": None,
+    "trainers/job/failures/health_gate.py:sum_over_nodes": "by gloo in test_preflight.py",
     "trainers/job/job.py:_train": PROCESS,
     "trainers/job/launch.py:be_spawned_rank.main": PROCESS,
     "trainers/job/launch.py:load_for_ranks": None,
