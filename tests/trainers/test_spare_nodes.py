@@ -289,15 +289,18 @@ def test_an_allocation_that_lost_its_script_is_ended_by_the_controller_alone(
     monkeypatch.setattr(private_cluster, "FIXED_SETTINGS", settings)
     cluster = PrivateCluster(tmp_path / "slurm", nodes=2, cpus=1)
     cluster.start()
-    held = {"nodes": 1, "ranks": 1, "argv": ["sleep", "6000"], "directory": str(tmp_path)}
+    # a step whose srun dies while it starts ends, too: each says, by its srun, that it has begun
+    argv = ["sh", "-c", "sleep 5; echo begun; exec sleep 6000"]
+    held = {"nodes": 1, "ranks": 1, "argv": argv, "directory": str(tmp_path)}
 
     def sleepers() -> dict[str, int]:
         on_nodes = [(node, one) for one in processes(cluster) for node in NODES if on(node, one[2])]
         return {node: one[0] for node, one in on_nodes if one[1].startswith("sleep 6000 ")}
 
     with Slurm(tmp_path / "slurm", cluster) as scheduler:
-        log = str(tmp_path / "log")
-        scheduler.submit(COMMAND.model_copy(update={**held, "log": log}))
+        log = tmp_path / "log"
+        scheduler.submit(COMMAND.model_copy(update={**held, "log": str(log)}))
+        wait_until(lambda: log.exists() and log.read_text().count("begun") == 2)
         wait_until(lambda: len(sleepers()) == 2, seconds=120)
         kill_node(cluster, NODES[0])
         wait_until(lambda: scheduler.live()["job"].lost_script, seconds=120)
