@@ -163,10 +163,8 @@ def _check_resume_point(folder: Path) -> None:
         seal = checksums.read_json(folder / SEAL)
     except FileNotFoundError:
         raise Corrupt(f"{folder} has no {SEAL}") from None
-    elsewhere = folder.name.startswith(
-        durable.LOCAL
-    )  # its ranks' files are on the nodes' own disks
-    for name in [POINT] if elsewhere else seal:
+    # of a local point the ranks' files are on the nodes' own disks
+    for name in [POINT] if folder.name.startswith(durable.LOCAL) else seal:
         checksums.prove(folder / name, seal[name])
 
 

@@ -30,8 +30,14 @@ from cray_agents.errors import BadInput, Corrupt, JobError, NotFound
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.disk.checksums import check_version
 from cray_agents.runtime.disk.durable import LOCAL, kept_state, resume_points
-from cray_agents.trainers.checkpointing.save import POINT, SEAL, VERSION, is_local, rank_folder
-from cray_agents.trainers.checkpointing.save import step_of as step_of
+from cray_agents.trainers.checkpointing.save import (
+    POINT,
+    SEAL,
+    VERSION,
+    is_local,
+    rank_folder,
+    step_of,
+)
 from cray_agents.trainers.checkpointing.state import (
     NUMBERS,
     OwnedRange,

@@ -220,6 +220,7 @@ def choose_start(
     Corrupt, and BadInput for what these layers cannot do.
     """
     from cray_agents.trainers.checkpointing import resume
+    from cray_agents.trainers.checkpointing.save import step_of
     from cray_agents.trainers.models.backends import choose_layers_of
     from cray_agents.trainers.models.layer_choice import check_layers
 
@@ -232,7 +233,7 @@ def choose_start(
     final = work.journal.home.checkpoint(work.spec.id)
     resume.sweep(final.parent, f".{final.name}[.-]*")  # of its end, and of its publishes
     point, problems = resume.choose(work.megatron, point_in_memory, spec.layout)
-    step = resume.step_of(point) if point else 0
+    step = step_of(point) if point else 0
     source = None if optimizer_in_memory else work.spec.optimizer_from
     if point is None and spec.state_from is not None:
         state = resume.kept_point(work.journal.home.jobs, spec.state_from)

@@ -38,6 +38,7 @@ from cray_agents.records import Manifest
 from cray_agents.runtime.accounting.ledger import LedgerFile
 from cray_agents.runtime.disk import checksums
 from cray_agents.trainers.checkpointing import resume
+from cray_agents.trainers.checkpointing.save import step_of
 from cray_agents.trainers.checkpointing.weight_sender import LINKS, WeightSender
 from cray_agents.trainers.job import rank as job_rank
 from cray_agents.trainers.job.failures.rank_monitor import BadEnd, node_name, note_end
@@ -450,7 +451,7 @@ class Resident:
         spec, seal, point = work.spec, "", training.saved
         if spec.commands is None:
             return None
-        if is_rank0() and point is not None and resume.step_of(point) == training.done:
+        if is_rank0() and point is not None and step_of(point) == training.done:
             seal = resume.seal_of(point)
             if work.journal.fenced(work.attempt) is not None:
                 seal = ""
