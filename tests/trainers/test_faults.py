@@ -330,7 +330,10 @@ def test_a_job_on_two_nodes_survives_a_killed_rank(lab: Any, tmp_path: Path) -> 
         trainer = MegatronTrainer(Home(lab.home.root), scheduler, Resources(nodes=2))
         trainer.submit(spec)
         journal = JobJournal(lab.home, spec.id)
-        until(lambda: journal.step >= 12, journal.log_tail)
+        until(
+            lambda: any(e["event"] == "saved" and e["step"] >= 10 for e in journal.events()),
+            journal.log_tail,
+        )
         os.kill(rank_on_node(cluster, 1, journal.folder), signal.SIGKILL)
         until(lambda: trainer.status(spec.id).state not in ("queued", "running"), journal.log_tail)
     status = trainer.status(spec.id)

@@ -43,10 +43,10 @@ def test_submitted_twice_it_is_trained_once_and_survives_a_kill(
     with LocalProcesses(lab.home.root / "local") as scheduler:
         trainer = MegatronTrainer(lab.home, scheduler)
         assert trainer.submit(spec).state in ("queued", "running")
-        wait(trainer, spec.id, lambda status: status.step >= 25)
+        journal = JobJournal(lab.home, spec.id)
+        wait_until(lambda: any(event["event"] == "saved" for event in journal.events()))
         middle = trainer.submit(spec)
         assert (middle.state, middle.attempts, middle.steps) == ("running", 1, 120)
-        journal = JobJournal(lab.home, spec.id)
         _kill_training(journal)
         status = wait(MegatronTrainer(lab.home, scheduler), spec.id, ended)
         assert (status.state, status.step, status.attempts) == ("succeeded", 120, 2), status
