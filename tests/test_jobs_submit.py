@@ -19,6 +19,7 @@ from cray_agents.cli.spec_options import build_spec, read_fields
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
+from cray_agents.records import Prompt
 from cray_agents.runtime.datasets.build import build_dataset
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
@@ -176,7 +177,10 @@ def test_a_platform_is_asked(site: Site) -> None:
         platform(site.home.root, engine, model=site.model, failures=failures) as where,
         claimed(site.home, where.url),
     ):
-        wanted = ["--parent", "m", "--steps", 3, "--set", "save_every=7", "--name", "tiny"]
+        registry = Registry(site.home)
+        taken = registry.import_checkpoint(registry.directory("m@1"))
+        told = registry.register("told", *taken, {"guide": Prompt(instructions="Be brief.")})
+        wanted = ["--parent", told.id, "--steps", 3, "--set", "save_every=7", "--name", "tiny"]
         done = here(site, *wanted)
         many = ("--layout", "data=64", "--oversubscribe")
         later = here(site, "--parent", "m@1", "--steps", 4, "--detach", *many)
@@ -186,7 +190,8 @@ def test_a_platform_is_asked(site: Site) -> None:
     assert (spec["hyperparameters"]["steps"], spec["layout"]["data"]) == (3, 1)
     [wide] = [s for s in map(_spec, site.home.jobs.iterdir()) if s["layout"]["data"] == 64]
     assert wide["oversubscribe"] is True
-    [version] = Registry(site.home).versions("tiny")
+    [version] = registry.versions("tiny")
+    assert version.prompts == told.prompts
     assert done.returncode == 0 and "step 3/3" in done.stdout
     assert done.stdout.endswith(f"{site.home.checkpoint(version.checkpoint)}\n")
     assert later.returncode == 0 and "jobs logs -f job-" in later.stderr

@@ -14,6 +14,7 @@ from cray_agents import Platform
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.platform.training_session import TrainingSession
+from cray_agents.records import Prompt
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.scheduler.local import LocalProcesses
@@ -79,7 +80,9 @@ async def margin(session: TrainingSession) -> float:
 
 async def test_a_loop_and_a_loss_of_ones_own(site: Platform, tmp_path: Path) -> None:
     hyper = Hyperparameters(steps=1, seed=3)
-    session = await site.training_session("mine", parent="m@1", hyperparameters=hyper)
+    told = {"guide": Prompt(instructions="Be brief.")}
+    parent = (await site.register("told", (await site.version("m@1")).checkpoint, told)).id
+    session = await site.training_session("mine", parent=parent, hyperparameters=hyper)
     before = await margin(session)
     for wrong, why in (
         (nothing, "does not depend"),
@@ -98,13 +101,14 @@ async def test_a_loop_and_a_loss_of_ones_own(site: Platform, tmp_path: Path) -> 
         await session.forward_backward([Datum(token_ids=[5, 10**6])])
     stranger = JobStatus(id="job-of-another-root", state="running", steps=1)
     with pytest.raises(NotFound):
-        await TrainingSession(session._http, stranger, 0).save()
+        await TrainingSession(session._http, stranger, 0, site.register).save()
     losses = []
     for _ in range(3):
         losses.append((await session.forward_backward(PAIR, preference)).loss)
         await session.optim_step(1e-3)
     version = await session.publish("m")
-    assert version.id == "m@2" and losses == sorted(losses, reverse=True)
+    assert (version.id, version.prompts) == ("m@2", told)
+    assert losses == sorted(losses, reverse=True)
 
     # the session's processes die, and another client goes on with it
     home = Home(tmp_path / "home")
@@ -116,7 +120,7 @@ async def test_a_loop_and_a_loss_of_ones_own(site: Platform, tmp_path: Path) -> 
     JobJournal(home, session.job_id).write_status(failed)
     with pytest.raises(BadInput, match="is failed and takes no commands: open its session again"):
         await session.save()
-    again = await site.training_session("mine", parent="m@1", hyperparameters=hyper)
+    again = await site.training_session("mine", parent=parent, hyperparameters=hyper)
     assert again.sequence == session.sequence
     after = await margin(again)
     assert after > before + 1

@@ -111,11 +111,12 @@ def submit(
         "teacher": teacher,
     }
     with contextlib.redirect_stdout(sys.stderr) if given().json else contextlib.nullcontext():
-        job = build_spec(config.root, read_fields(spec, options, setting or []), epochs)
+        fields = read_fields(spec, options, setting or [])
+        job = build_spec(config.root, fields, epochs)
         job = with_trainer_choices(config, job)
         status = _train_unless_ended(config, job, detach=detach)
         if status.state == "succeeded":
-            _report_result(config.root, status, name)
+            _report_result(config.root, status, name, fields["parent"])
     if given().json:
         print_json(status)
     if status.state in ("failed", "cancelled"):
@@ -151,8 +152,8 @@ def _print_spec(spec: JobSpec) -> None:
     note(f"learning rate: {explain_learning_rate(width, spec.method, hyper)}")
 
 
-def _report_result(home: Home, status: JobStatus, name: str | None) -> None:
-    """Print the result's folder, and register the result under a name, without promoting it."""
+def _report_result(home: Home, status: JobStatus, name: str | None, parent: str) -> None:
+    """Print the result's folder; register it, with its parent's prompts, without promoting it."""
     folder = home.checkpoint(status.checkpoint or status.id)
     say(str(folder))
     if (base := base_of(folder)) is not None:
@@ -161,7 +162,8 @@ def _report_result(home: Home, status: JobStatus, name: str | None) -> None:
         note(f"merged weights; the adapter alone is in {folder / ADAPTER}")
     if name is not None:
         registry = Registry(home)
-        version = registry.register(name, *registry.import_checkpoint(folder))
+        prompts = {} if Path(parent).expanduser().exists() else registry.prompts_of(parent)
+        version = registry.register(name, *registry.import_checkpoint(folder), prompts)
         note(f"registered as {version.id}")
 
 

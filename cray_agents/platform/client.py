@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 from cray_agents.engines.openai_engine import KeySource, OpenAIEngine, run_event
@@ -302,7 +303,8 @@ class Platform:
         }
         job = JobStatus.model_validate(await self._http.post("/jobs", body))
         last = (await self._http.get(f"/jobs/{job.id}/commands"))["last"]
-        return TrainingSession(self._http, job, last)
+        register = partial(self.register, prompts=await self._prompts_of(parent))
+        return TrainingSession(self._http, job, last, register)
 
     async def wait_for(self, job: JobStatus, on_progress: Callable[[JobStatus], None]) -> JobStatus:
         """Wait for a job's end, pauses included. Raises JobError with its log's tail."""
@@ -337,6 +339,17 @@ class Platform:
             body["prompts"] = {agent: one.model_dump(mode="json") for agent, one in prompts.items()}
         answer = await self._http.post(f"/models/{name}/versions", body)
         return ModelVersion.model_validate(answer)
+
+    async def _prompts_of(self, parent: str) -> dict[str, Prompt]:
+        """Return the prompts of a parent that is `name@N` or `name`; other parents have none."""
+        name, numbered, _ = parent.partition("@")
+        if "/" in name:
+            return {}
+        try:
+            version = await (self.version(parent) if numbered else self.promoted(name))
+        except NotFound:  # a checkpoint's id
+            return {}
+        return {} if version is None else version.prompts
 
     async def versions(self, name: str) -> list[dict[str, Any]]:
         """Return all versions of a name, oldest first; `promoted` marks the promoted one."""

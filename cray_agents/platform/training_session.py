@@ -10,7 +10,7 @@ import functools
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -46,11 +46,18 @@ class TrainingSession:
     """A run of training commands, named on its platform. Use one client at a time.
 
     A client that died goes on by opening the session of the same name again: `sequence` is then the
-    number of the last command, and `result(n)` returns what came of the n-th.
+    number of the last command, and `result(n)` returns what came of the n-th. Its versions have
+    the prompts of its parent.
     """
 
-    def __init__(self, http: Transport, job: JobStatus, sequence: int) -> None:
-        self._http, self.job_id, self.sequence = http, job.id, sequence
+    def __init__(
+        self,
+        http: Transport,
+        job: JobStatus,
+        sequence: int,
+        register: Callable[[str, str], Awaitable[ModelVersion]],
+    ) -> None:
+        self._http, self.job_id, self.sequence, self._register = http, job.id, sequence, register
 
     async def forward_backward(
         self, data: Sequence[Datum], loss: "LossName | OwnLoss" = "cross_entropy", **options: Any
@@ -97,7 +104,7 @@ class TrainingSession:
         Training goes on from the weights as they are stored.
         """
         result = await self.do(Publish())
-        return await self._register(model, result)
+        return await self._register(model, result.checkpoint or "")
 
     async def save(self) -> None:
         """Write a resume point, so that less is done again after a failure."""
@@ -114,11 +121,7 @@ class TrainingSession:
     async def end(self, model: str | None = None) -> ModelVersion | None:
         """End with a checkpoint; register it as the next version of `model`, if given."""
         result = await self.do(End())
-        return None if model is None else await self._register(model, result)
-
-    async def _register(self, model: str, result: CommandResult) -> ModelVersion:
-        body = {"checkpoint": result.checkpoint}
-        return ModelVersion.model_validate(await self._http.post(f"/models/{model}/versions", body))
+        return None if model is None else await self._register(model, result.checkpoint or "")
 
     # ---- commands
     async def do(self, command: TrainingCommand) -> CommandResult:
