@@ -1,6 +1,6 @@
 """Iteration: what a loop records of each finished iteration, and its progress until then.
 
-Made by loop/loop.py; rendered by cli/iteration_table.py.
+Made by loop/loop.py; rendered by cli/iteration_table.py, and in a notebook by itself.
 """
 
 from collections.abc import Sequence
@@ -8,9 +8,14 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
+from cray_agents.cell_html import curves, table
 from cray_agents.records import LogprobDistance, Record
 from cray_agents.training_jobs import TakenUp
 
+#: The columns, which need no knowledge of training.
+COLUMNS = (
+    "iter", "method", "held-out", "test", "runs", "good", "set", "seconds", "version", "outcome",
+)  # fmt: skip
 SETTINGS_VERSION = 2  # of the record of a loop's settings, in its journal
 
 
@@ -106,6 +111,22 @@ class Iteration(Record):
     note: str = ""
     stopped: str | None = None
 
+    def _repr_html_(self) -> str:
+        return Iterations([self])._repr_html_()
+
+
+class Iterations(list[Iteration]):
+    """Iterations as a notebook shows them: success over iterations, and a row for each."""
+
+    def _repr_html_(self) -> str:
+        cells = [row(iteration) for iteration in self]
+        shown = table(COLUMNS, [[cell[name] for name in COLUMNS] for cell in cells])
+        if len(self) < 2:
+            return shown
+        held_out = [(one.iteration, one.holdout_success) for one in self if one.holdout_tasks]
+        test = [(one.iteration, one.test_success) for one in self if one.test_success is not None]
+        return curves({"held-out": held_out, "test": test}, "iteration") + shown
+
 
 @dataclass(frozen=True)
 class LoopProgress:
@@ -136,3 +157,35 @@ def decisions_in(done: Sequence[Iteration]) -> int:
 def promoted_holdout_success(done: Sequence[Iteration]) -> float:
     """Return the held-out success of the promoted version."""
     return next(iteration.holdout_success for iteration in reversed(done) if iteration.promoted)
+
+
+def row(g: Iteration) -> dict[str, str]:
+    """Return an iteration as a cell for each of COLUMNS."""
+    return {
+        "iter": str(g.iteration),
+        "method": g.method if g.iteration else "-",
+        "held-out": f"{g.holdout_success:.3f}" if g.holdout_tasks else "-",
+        "test": "-" if g.test_success is None else f"{g.test_success:.3f}",
+        "runs": str(g.runs) if g.runs else "-",
+        "good": f"{g.accepted_runs / g.runs:.{0 if g.accepted_runs * 20 > g.runs else 1}%}"
+        if g.runs
+        else "-",
+        "set": f"{g.samples:,} ×{g.epochs:.3g}" if g.samples else "-",
+        "seconds": f"{g.wall or sum(g.seconds.values()):.0f}",  # asynchronous phases overlap
+        "version": g.version,
+        "outcome": outcome(g),
+    }
+
+
+def outcome(g: Iteration) -> str:
+    """Describe the outcome of an iteration in a few words."""
+    text = "promoted" if g.promoted else "not promoted"
+    if not g.iteration:
+        text = "the start"
+    elif not g.promoted and not g.holdout_tasks:
+        text = g.note.partition(":")[0] or "passed on"  # check failed, no update
+    if g.zero_variance_groups:
+        text += f", {g.zero_variance_groups} groups without variance"
+    if g.carried:
+        text += f", {g.carried} runs of the one before"
+    return text

@@ -29,6 +29,7 @@ from pydantic import (
 from pydantic_core import to_json
 from typing_extensions import TypeVar
 
+from cray_agents.cell_html import run_html
 from cray_agents.messages import Input as Input
 from cray_agents.messages import Message as Message
 from cray_agents.messages import read_input, text_of_input
@@ -443,6 +444,9 @@ class Run(Record, Generic[Output]):
             completion_tokens=sum(len(c.token_ids) for c in calls),
             calls=len(calls),
         )
+
+    def _repr_html_(self) -> str:
+        return run_html(self)
 
 
 EventKind = Literal["call", "run", "reward", "forget"]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from cray_agents import Distill, PromotionTest, TaskSet, Training, reward
-from cray_agents.cli.iteration_table import disagreement, row
+from cray_agents.cli.iteration_table import disagreement
 from cray_agents.cli.why import explain
 from cray_agents.errors import BadInput
-from cray_agents.iteration import Iteration
+from cray_agents.iteration import Iteration, row
 from cray_agents.loop import Curriculum
 from cray_agents.loop.live.schedule import Live
 from cray_agents.loop.methods import DPO, GRPO, KTO, RFT, SFT

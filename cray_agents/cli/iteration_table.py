@@ -14,12 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from cray_agents.cli.screen import clock, errors, note
-from cray_agents.iteration import Iteration, LoopProgress
+from cray_agents.iteration import COLUMNS, Iteration, LoopProgress, row
 
-#: The columns, which need no knowledge of training.
-COLUMNS = (
-    "iter", "method", "held-out", "test", "runs", "good", "set", "seconds", "version", "outcome",
-)  # fmt: skip
 LEGEND = (
     "held-out: mean reward on tasks that no training sees, which decides promotion; "
     "good: the share of runs with the reward of a good one; "
@@ -119,24 +115,6 @@ def iterations_table(iterations: Sequence[Iteration]) -> Table:
     return table
 
 
-def row(g: Iteration) -> dict[str, str]:
-    """Return an iteration as a cell for each of COLUMNS."""
-    return {
-        "iter": str(g.iteration),
-        "method": g.method if g.iteration else "-",
-        "held-out": f"{g.holdout_success:.3f}" if g.holdout_tasks else "-",
-        "test": "-" if g.test_success is None else f"{g.test_success:.3f}",
-        "runs": str(g.runs) if g.runs else "-",
-        "good": f"{g.accepted_runs / g.runs:.{0 if g.accepted_runs * 20 > g.runs else 1}%}"
-        if g.runs
-        else "-",
-        "set": f"{g.samples:,} ×{g.epochs:.3g}" if g.samples else "-",
-        "seconds": f"{g.wall or sum(g.seconds.values()):.0f}",  # asynchronous phases overlap
-        "version": g.version,
-        "outcome": outcome(g),
-    }
-
-
 def disagreement(iterations: Sequence[Iteration]) -> str:
     """Say what trainer and sampler disagreed by over a loop's jobs; "" without figures."""
     found = [g for g in iterations if g.agreement is not None]
@@ -159,17 +137,3 @@ def disagreement(iterations: Sequence[Iteration]) -> str:
 def _span(numbers: Sequence[float]) -> str:
     least, most = (f"{number:.2g}" for number in (min(numbers), max(numbers)))
     return least if least == most else f"{least} to {most}"
-
-
-def outcome(g: Iteration) -> str:
-    """Describe the outcome of an iteration in a few words."""
-    text = "promoted" if g.promoted else "not promoted"
-    if not g.iteration:
-        text = "the start"
-    elif not g.promoted and not g.holdout_tasks:
-        text = g.note.partition(":")[0] or "passed on"  # check failed, no update
-    if g.zero_variance_groups:
-        text += f", {g.zero_variance_groups} groups without variance"
-    if g.carried:
-        text += f", {g.carried} runs of the one before"
-    return text

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
+from cray_agents.cell_html import Shown
 from cray_agents.engines.openai_engine import KeySource, OpenAIEngine, run_event
 from cray_agents.errors import BadInput, Corrupt, CrayError, JobError, NotFound
 from cray_agents.platform.training_session import TrainingSession
@@ -210,7 +211,7 @@ class Platform:
 
     async def build_dataset(self, recipe: DatasetRecipe) -> dict[str, Any]:
         """Build the training set, or find it; return its id, its counts, and what was left out."""
-        return await self._http.post("/datasets", recipe.model_dump(mode="json"))
+        return Shown(await self._http.post("/datasets", recipe.model_dump(mode="json")))
 
     async def submit_job(
         self,
