@@ -1,5 +1,6 @@
 """Documents: their Python runs, their commands exist, the site builds, with its reference."""
 
+import ast
 import json
 import os
 import re
@@ -10,8 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 import typer.main
+from pyarrow import parquet
 
 from cray_agents.cli import app
 from cray_agents.testing import ScriptedEngine
@@ -34,26 +37,91 @@ def answer(request: dict[str, object]) -> str:
 
 
 TASKS = [{"input": f"What is {n} + 2?", "target": "4" if n % 2 else "5"} for n in range(40)]
+CHATS = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "4"}]
+         for n in range(12)]  # fmt: skip
+
+
+def page_code(page: Path) -> str:
+    """The page's blocks, one after the other; those of agents.md first, if it goes on from them."""
+    text = "\n".join(blocks(page, "python"))
+    if "agent =" not in text and "agent" in text:  # data.md, gateway.md
+        text = "\n".join(blocks(ROOT / "docs" / "agents.md", "python")) + text
+    return text
+
+
+def write_files(folder: Path) -> None:
+    """Write the files that pages read: tasks, tasks as verl has them, and chats."""
+    chats = [{"messages": chat} for chat in CHATS]
+    for name, lines in (("tasks", TASKS), ("chats", chats)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = [
+        {"data_source": "sums", "prompt": chat[:1], "reward_model": {"ground_truth": "4"}}
+        for chat in CHATS
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "train.parquet")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Block after block, as a reader would; each page by itself, on a platform with a script."""
-    code = blocks(page, "python")
+    code = page_code(page)
     if (
         not code or page.name == "cookbook.md"
     ):  # its block needs a model that learns: test_warmup.py
         return
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in TASKS))
+    write_files(tmp_path)
     with platform(tmp_path / "root", ScriptedEngine(answer), name="default") as where:
         url = f"{where.url}/v1"
-        text = "\n".join(code).replace("http://127.0.0.1:8000/v1", url)
-        if "agent =" not in text and "agent" in text:  # data.md, gateway.md: of agents.md
-            text = "\n".join(blocks(ROOT / "docs" / "agents.md", "python")) + text
+        text = code.replace("http://127.0.0.1:8000/v1", url)
         (tmp_path / "page.py").write_text(text)
         monkeypatch.setenv("CRAY_AGENTS_URL", url)
         exec(compile(text, tmp_path / "page.py", "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.timeout(1800)  # where `make lint` has not run before, mypy reads all of the package
+def test_types_infer(tmp_path: Path) -> None:
+    """mypy reads each page as a module; pyproject.toml says how strictly."""
+    folder = tmp_path / "docs_pages"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    for page in PAGES:
+        if page.name != "cookbook.md":  # whose block has no agent
+            name = page.stem.lower().replace("-", "_")
+            (folder / f"{name}.py").write_text(page_code(page))
+    argv = [sys.executable, "-m", "mypy", "-p", "docs_pages"]
+    env = {**os.environ, "MYPYPATH": str(tmp_path)}
+    ended = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout
+
+
+def source_texts() -> str:
+    """The texts in the source, with a gap where a value is put in."""
+    found = []
+    for folder in ("cray_agents", "runtime", "trainers", "tools"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    parts = [v.value if isinstance(v, ast.Constant) else "\0" for v in node.values]
+                    found.append("".join(map(str, parts)))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(node.value)
+    return "\n".join(found)
+
+
+def test_quoted_messages_exist() -> None:
+    """Those of the first column of what goes wrong; `...` stands for a value."""
+    quoted = [
+        (page.name, part.strip())
+        for page in PAGES
+        for _, _, table in [page.read_text().partition("| you see |")]
+        for cell in re.findall(r"^\| (.*?) \|", table, re.MULTILINE)
+        for text in re.findall(r'"(.+?)"', re.sub(r"`[^`]*`", "", cell))
+        for part in text.split("...")
+    ]
+    assert len(quoted) > 40
+    texts = source_texts()
+    assert [(page, part) for page, part in quoted if part not in texts] == []
 
 
 def tree(command: Any, path: str = "") -> dict[str, Any]:
