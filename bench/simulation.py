@@ -1,7 +1,7 @@
 """A day of a simulated cluster that serves and trains: the controller beside the best static split.
 
-The training queue is never empty, and a sleeping replica leaves its GPUs to others. A replica starts
-in 90 s and wakes in 5 or 20 s, an answer takes 20 s, a job saves in 30 s and loads in 60 s.
+The training queue is never empty, and a sleeping replica leaves its GPUs to others. A replica
+starts in 90 s and wakes in 5 or 20 s, an answer takes 20 s, a job saves in 30 s and loads in 60 s.
 
 CRAY_BENCH_TRACE: bursty (default), diurnal or failures; CRAY_BENCH_NODES: 64; CRAY_BENCH_SEED: 1.
 """
