@@ -394,7 +394,9 @@ class Run(Record, Generic[Output]):
     task: Task | None = None
     loop: str | None = None
     #: its name in runs of earlier versions is read, too
-    iteration: Int64 | None = Field(None, validation_alias=AliasChoices("iteration", "generation"))
+    iteration: Int64 | None = Field(
+        default=None, validation_alias=AliasChoices("iteration", "generation")
+    )
     attempt: Int64 | None = None
     started: float = 0.0
     seconds: float = 0.0
@@ -402,7 +404,7 @@ class Run(Record, Generic[Output]):
     redacted: list[Redaction] = Field(default_factory=list)
     imported: str | None = None
     owner: str = ""
-    cost: float | None = Field(None, exclude_if=lambda cost: cost is None)
+    cost: float | None = Field(default=None, exclude_if=lambda cost: cost is None)
 
     @property
     def reward(self) -> float | None:

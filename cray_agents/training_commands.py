@@ -69,8 +69,8 @@ class ForwardBackward(StrictRecord):
     data: list[Datum] = Field(min_length=1)
     loss: LossName = "cross_entropy"
     backward: bool = True
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.2, gt=0)
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: float = Field(default=0.2, gt=0)
     source: str = ""
 
     @model_validator(mode="after")
@@ -90,12 +90,12 @@ class OptimStep(StrictRecord):
     """
 
     kind: Literal["optim_step"] = "optim_step"
-    learning_rate: float | None = Field(None, ge=0, allow_inf_nan=False)
-    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
-    clip_grad: float = Field(1.0, ge=0, allow_inf_nan=False)
-    beta1: float | None = Field(None, ge=0, lt=1)
-    beta2: float | None = Field(None, ge=0, lt=1)
-    eps: float | None = Field(None, gt=0)
+    learning_rate: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    clip_grad: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    beta1: float | None = Field(default=None, ge=0, lt=1)
+    beta2: float | None = Field(default=None, ge=0, lt=1)
+    eps: float | None = Field(default=None, gt=0)
 
 
 class Score(StrictRecord):

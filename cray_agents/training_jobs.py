@@ -66,10 +66,10 @@ class Lora(StrictRecord):
     adapters; another one begins with the two merged, and publishes merged weights.
     """
 
-    rank: int = Field(16, gt=0)
-    alpha: float = Field(32.0, gt=0)
-    dropout: float = Field(0.0, ge=0, lt=1)
-    targets: tuple[LoraTarget, ...] = Field(("qkv", "proj", "fc1", "fc2"), min_length=1)
+    rank: int = Field(default=16, gt=0)
+    alpha: float = Field(default=32.0, gt=0)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    targets: tuple[LoraTarget, ...] = Field(default=("qkv", "proj", "fc1", "fc2"), min_length=1)
 
 
 class Preference(StrictRecord):
@@ -80,10 +80,10 @@ class Preference(StrictRecord):
     two kinds; choose them so that weight times number is about the same for both.
     """
 
-    beta: float = Field(0.1, gt=0)
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    desirable: float = Field(1.0, gt=0)
-    undesirable: float = Field(1.0, gt=0)
+    beta: float = Field(default=0.1, gt=0)
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    desirable: float = Field(default=1.0, gt=0)
+    undesirable: float = Field(default=1.0, gt=0)
 
 
 class PolicyLoss(StrictRecord):
@@ -109,13 +109,13 @@ class PolicyLoss(StrictRecord):
     """
 
     objective: Literal["ppo", "cispo", "gspo"] = "ppo"
-    clip_low: float = Field(0.2, ge=0)
-    clip_high: float = Field(0.2, ge=0)
-    dual_clip: float | None = Field(None, gt=1)
+    clip_low: float = Field(default=0.2, ge=0)
+    clip_high: float = Field(default=0.2, ge=0)
+    dual_clip: float | None = Field(default=None, gt=1)
     normalization: Literal["token", "sequence", "constant"] | None = None
-    constant: int = Field(1024, gt=0)
-    kl: float = Field(0.0, ge=0)
-    importance_cap: float | None = Field(2.0, gt=0)
+    constant: int = Field(default=1024, gt=0)
+    kl: float = Field(default=0.0, ge=0)
+    importance_cap: float | None = Field(default=2.0, gt=0)
     importance_mode: ImportanceMode = "token_truncate"
 
     @property
@@ -147,7 +147,7 @@ class PolicyLoss(StrictRecord):
 class Policy(PolicyLoss):
     """A policy loss, and the `temperature` of the sampled runs, whose log-probabilities count."""
 
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
 
 
 class TrainingSettings(StrictRecord):
@@ -181,21 +181,21 @@ class TrainingSettings(StrictRecord):
     layout splits the model and Megatron-Bridge is installed.
     """
 
-    batch_size: int = Field(16, gt=0)
-    learning_rate: float | None = Field(None, ge=0)
-    min_learning_rate: float = Field(0.0, ge=0)
-    warmup_steps: int = Field(0, ge=0)
+    batch_size: int = Field(default=16, gt=0)
+    learning_rate: float | None = Field(default=None, ge=0)
+    min_learning_rate: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    decay_fraction: float = Field(0.1, gt=0, le=1)
-    weight_decay: float = Field(0.1, ge=0)
-    adam_beta1: float = Field(0.9, ge=0, lt=1)
-    adam_beta2: float = Field(0.95, ge=0, lt=1)
-    adam_eps: float = Field(1e-8, gt=0)
-    clip_grad: float = Field(1.0, gt=0)
+    decay_fraction: float = Field(default=0.1, gt=0, le=1)
+    weight_decay: float = Field(default=0.1, ge=0)
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.95, ge=0, lt=1)
+    adam_eps: float = Field(default=1e-8, gt=0)
+    clip_grad: float = Field(default=1.0, gt=0)
     order: Literal["epoch", "weighted"] = "epoch"
     weigh_loss: bool = False
-    seed: int = Field(0, ge=0)
-    max_tokens_per_microbatch: int = Field(MICROBATCH, gt=0)
+    seed: int = Field(default=0, ge=0)
+    max_tokens_per_microbatch: int = Field(default=MICROBATCH, gt=0)
     dtype: Dtype = "float32"
     fp8: Fp8 | None = None
     init: Literal["parent", "random"] = "parent"
@@ -288,13 +288,13 @@ class Layout(StrictRecord):
     gradients (ZeRO-3, by Megatron's FSDP), for the backend `transformers`.
     """
 
-    data: int = Field(1, gt=0)
-    tensor: int = Field(1, gt=0)
-    pipeline: int = Field(1, gt=0)
-    interleave: int = Field(1, gt=0)
-    context: int = Field(1, gt=0)
-    expert: int = Field(1, gt=0)
-    optimizer_instances: int = Field(1, gt=0)
+    data: int = Field(default=1, gt=0)
+    tensor: int = Field(default=1, gt=0)
+    pipeline: int = Field(default=1, gt=0)
+    interleave: int = Field(default=1, gt=0)
+    context: int = Field(default=1, gt=0)
+    expert: int = Field(default=1, gt=0)
+    optimizer_instances: int = Field(default=1, gt=0)
     sharding: Sharding = "optimizer"
     sequence_parallel: bool = False
 
@@ -336,8 +336,8 @@ class PublishEvery(StrictRecord):
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
-    steps: int | None = Field(None, gt=0)
-    minutes: float | None = Field(None, gt=0)
+    steps: int | None = Field(default=None, gt=0)
+    minutes: float | None = Field(default=None, gt=0)
     prompts: dict[str, Prompt] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -390,7 +390,7 @@ class JobSpec(StrictRecord):
 
     method: MethodName = "sft"
     dataset: str
-    commands: str | None = Field(None, min_length=1)
+    commands: str | None = Field(default=None, min_length=1)
     parent: str
     parent_sha256: str
     parent_settings_sha256: str | None = None
@@ -399,22 +399,22 @@ class JobSpec(StrictRecord):
     teacher: str | None = None
     teacher_sha256: str | None = None
     optimizer_from: str | None = None
-    state_from: str | None = Field(None, pattern=r"^job-[0-9a-f]+/[1-9][0-9]{0,8}$")
+    state_from: str | None = Field(default=None, pattern=r"^job-[0-9a-f]+/[1-9][0-9]{0,8}$")
     hyperparameters: Hyperparameters
     code: str = ""
     layout: Layout = Field(default_factory=Layout)
-    save_every: int = Field(50, gt=0)
-    keep: int = Field(2, gt=0)
+    save_every: int = Field(default=50, gt=0)
+    keep: int = Field(default=2, gt=0)
     publish_every: PublishEvery | None = None
-    evaluate_every: int | None = Field(None, gt=0)
+    evaluate_every: int | None = Field(default=None, gt=0)
     recompute: Recompute = "none"
-    logprob_limit: float | None = Field(None, gt=0)
+    logprob_limit: float | None = Field(default=None, gt=0)
     engine_dtype: Literal["bfloat16", "fp8"] | None = None
-    session: str | None = Field(None, min_length=1)
+    session: str | None = Field(default=None, min_length=1)
     changes_only: bool = False
     oversubscribe: bool = False
     slurm_options: list[str] = Field(default_factory=list)
-    spare_nodes: int = Field(0, ge=0)
+    spare_nodes: int = Field(default=0, ge=0)
 
     @field_validator("slurm_options")
     @classmethod

@@ -1,18 +1,21 @@
-"""Pictures of the first page: the processes; and a loop's steps, with the success of one demo.
+"""Pictures: the processes; what things are made of what; a loop's steps, with one demo's success.
 
-.venv/bin/python docs/picture.py    writes docs/processes.svg, and docs/loop.svg of docs/demo.json
+.venv/bin/python docs/picture.py    writes docs/{processes,things}.svg, docs/loop.svg of demo.json
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
+Box = tuple[int, int, str, str]
+Arrow = tuple[str, str, tuple[int, int], str]
 HERE = Path(__file__).parent
 STEPS = ("collect", "score", "build", "train", "check", "evaluate", "promote")
 INK, LINE, CURVE = "#24292f", "#8c959f", "#0969da"
 
 
 #: Left, top, and the two lines of each box.
-BOXES = (
+PROCESSES = (
     (20, 20, "your agent, any client", "Python, OpenAI's API"),
     (290, 20, "gateway", "APIs, keys, versions"),
     (560, 20, "vLLM servers", "here, or Slurm jobs"),
@@ -20,7 +23,7 @@ BOXES = (
     (560, 130, "trainer", "Megatron-core"),
 )
 #: An arrow's path, its head, and the place and text of its caption.
-ARROWS = (
+MESSAGES = (
     ("M200 43 h82", "l-7 -5 m7 5 l-7 5", (241, 36), "requests"),
     ("M470 43 h82", "l-7 -5 m7 5 l-7 5", (511, 36), "prompts"),
     ("M380 66 v56", "l-5 -7 m5 7 l5 -7", (452, 98), "each call, exact tokens"),
@@ -28,13 +31,35 @@ ARROWS = (
     ("M560 161 h-82", "l7 -5 m-7 5 l7 5", (515, 176), "checkpoints"),
     ("M650 130 v-56", "l-5 7 m5 -7 l5 7", (712, 98), "checked weights"),
 )
+THINGS = (
+    (20, 20, "task", "input, target"),
+    (290, 20, "run", "turns, exact tokens"),
+    (560, 20, "reward", "a number"),
+    (20, 130, "version", "name@N: weights"),
+    (290, 130, "training job", "steps, resume points"),
+    (560, 130, "dataset", "samples, loss mask"),
+)
+MADE_OF = (
+    ("M200 43 h82", "l-7 -5 m7 5 l-7 5", (241, 36), "an agent"),
+    ("M470 43 h82", "l-7 -5 m7 5 l-7 5", (511, 36), "is judged"),
+    ("M650 66 v56", "l-5 -7 m5 7 l5 -7", (602, 98), "good runs"),
+    ("M560 153 h-82", "l7 -5 m-7 5 l7 5", (515, 147), "learns"),
+    ("M290 153 h-82", "l7 -5 m-7 5 l7 5", (245, 147), "makes"),
+    (
+        "M110 130 v-32 h270 v-24",
+        "l-5 7 m5 -7 l5 7",
+        (245, 92),
+        "if promoted, samples the next runs",
+    ),
+)
 
 
 def main() -> None:
     """Draw the pictures."""
     demo = json.loads((HERE / "demo.json").read_text())
     _write("loop", 270, [*_steps(20, 20), *_curve(demo["held_out"], demo["test"], 330, 20)])
-    _write("processes", 196, _processes())
+    _write("processes", 196, _boxes(PROCESSES, MESSAGES))
+    _write("things", 196, _boxes(THINGS, MADE_OF))
 
 
 def _write(name: str, height: int, parts: list[str]) -> None:
@@ -46,16 +71,16 @@ def _write(name: str, height: int, parts: list[str]) -> None:
     )
 
 
-def _processes() -> list[str]:
-    """Boxes of the processes and of the root, and what goes from one to the other."""
+def _boxes(boxes: Sequence[Box], arrows: Sequence[Arrow]) -> list[str]:
+    """Boxes with a name and a line about it, and arrows with captions from one to the other."""
     lines = []
-    for x, y, name, about in BOXES:
+    for x, y, name, about in boxes:
         lines.append(
             f'<rect x="{x}" y="{y}" width="180" height="46" rx="5" fill="none" stroke="{LINE}"/>'
             f'<text x="{x + 90}" y="{y + 19}" text-anchor="middle" font-weight="bold">{name}</text>'
             f'<text x="{x + 90}" y="{y + 37}" text-anchor="middle" font-size="11">{about}</text>'
         )
-    for path, head, (x, y), caption in ARROWS:
+    for path, head, (x, y), caption in arrows:
         lines.append(
             f'<path d="{path} {head}" fill="none" stroke="{CURVE}"/>'
             f'<text x="{x}" y="{y}" text-anchor="middle" font-size="11">{caption}</text>'

@@ -42,9 +42,9 @@ class Training(TrainingSettings):
     on.
     """
 
-    steps: int | None = Field(None, gt=0)
-    publish_every: int | None = Field(None, gt=0)
-    logprob_limit: float | None = Field(None, gt=0)
+    steps: int | None = Field(default=None, gt=0)
+    publish_every: int | None = Field(default=None, gt=0)
+    logprob_limit: float | None = Field(default=None, gt=0)
 
     def job(self, steps: int, **changes: Any) -> Hyperparameters:
         """The hyperparameters of a job with so many steps."""
@@ -78,11 +78,11 @@ class Method(StrictRecord):
     runs: ClassVar[bool] = True  # runs the agent on train tasks
     trains: ClassVar[bool] = True  # makes weights; False: a prompt, with its parent's weights
 
-    iterations: int | None = Field(None, ge=1)
-    group_size: int = Field(1, ge=1)
-    tasks_per_iteration: int = Field(512, ge=1)
+    iterations: int | None = Field(default=None, ge=1)
+    group_size: int = Field(default=1, ge=1)
+    tasks_per_iteration: int = Field(default=512, ge=1)
     parent: Literal["promoted", "latest"] = "promoted"
-    evaluate_every: int = Field(1, ge=1)
+    evaluate_every: int = Field(default=1, ge=1)
     training: Training = Field(default_factory=Training)
 
     @model_validator(mode="after")
@@ -131,7 +131,7 @@ class GRPO(Method, PolicyLoss):
     compares = True
     on_policy = True
 
-    group_size: int = Field(8, ge=2)
+    group_size: int = Field(default=8, ge=2)
     parent: Literal["promoted", "latest"] = "latest"
 
 
@@ -142,9 +142,9 @@ class DPO(Method):
     trained_by = "dpo"
     compares = True
 
-    group_size: int = Field(4, ge=2)
-    beta: float = Field(0.1, gt=0)
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    group_size: int = Field(default=4, ge=2)
+    beta: float = Field(default=0.1, gt=0)
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
 
 
 class KTO(Method):
@@ -153,9 +153,9 @@ class KTO(Method):
     name = "kto"
     trained_by = "kto"
 
-    beta: float = Field(0.1, gt=0)
-    desirable: float = Field(1.0, gt=0)
-    undesirable: float = Field(1.0, gt=0)
+    beta: float = Field(default=0.1, gt=0)
+    desirable: float = Field(default=1.0, gt=0)
+    undesirable: float = Field(default=1.0, gt=0)
 
 
 class Distill(Method, PolicyLoss):
@@ -193,7 +193,7 @@ class PromptMethod(Method):
 
     trains = False
 
-    trials: int = Field(32, ge=1)
+    trials: int = Field(default=32, ge=1)
 
     @model_validator(mode="after")
     def _check_training(self) -> Self:
@@ -216,8 +216,8 @@ class Examples(PromptMethod):
 
     name = "examples"
 
-    count: int = Field(4, ge=1)
-    sets: int = Field(8, ge=1)
+    count: int = Field(default=4, ge=1)
+    sets: int = Field(default=8, ge=1)
 
 
 class Instructions(PromptMethod):
@@ -236,7 +236,7 @@ class Instructions(PromptMethod):
     runs = False
 
     reflector: str
-    budget: int = Field(300, ge=1)
+    budget: int = Field(default=300, ge=1)
 
     @model_validator(mode="after")
     def _check_reflector(self) -> Self:

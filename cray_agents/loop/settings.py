@@ -40,13 +40,13 @@ class Sampling(StrictRecord):
             replace tasks whose runs were all rewarded alike (DAPO, arXiv 2503.14476).
     """
 
-    temperature: float = Field(1.0, ge=0)
-    seed: int = Field(0, ge=0)
+    temperature: float = Field(default=1.0, ge=0)
+    seed: int = Field(default=0, ge=0)
     seeded: bool = True
-    concurrency: int = Field(64, ge=1)
-    max_staleness: int = Field(0, ge=0)
-    straggler_quantile: float = Field(1.0, gt=0, le=1)
-    dynamic_sampling: float = Field(0.0, ge=0, le=10)
+    concurrency: int = Field(default=64, ge=1)
+    max_staleness: int = Field(default=0, ge=0)
+    straggler_quantile: float = Field(default=1.0, gt=0, le=1)
+    dynamic_sampling: float = Field(default=0.0, ge=0, le=10)
 
 
 class Data(StrictRecord):
@@ -64,12 +64,12 @@ class Data(StrictRecord):
     """
 
     demonstrations: Sequence[Demonstration] = ()
-    history: int | None = Field(None, ge=1)
-    max_uses: int | None = Field(None, ge=1)
+    history: int | None = Field(default=None, ge=1)
+    max_uses: int | None = Field(default=None, ge=1)
     min_reward: float | None = None
     balance_by: str | None = None
-    balance_power: float = Field(0.0, ge=0)
-    discount: float = Field(1.0, ge=0, le=1)
+    balance_power: float = Field(default=0.0, ge=0)
+    discount: float = Field(default=1.0, ge=0, le=1)
     curriculum: Curriculum = Field(default_factory=Curriculum)
 
     @field_validator("demonstrations", mode="before")

@@ -24,10 +24,10 @@ class Budget(StrictRecord):
         trainer_seconds: of its training jobs, by their own clock.
     """
 
-    seconds: float | None = Field(None, gt=0)
-    runs: int | None = Field(None, gt=0)
-    tokens: int | None = Field(None, gt=0)
-    trainer_seconds: float | None = Field(None, gt=0)
+    seconds: float | None = Field(default=None, gt=0)
+    runs: int | None = Field(default=None, gt=0)
+    tokens: int | None = Field(default=None, gt=0)
+    trainer_seconds: float | None = Field(default=None, gt=0)
 
     def used_up(self, done: Sequence[Iteration]) -> str | None:
         """The limit that is used up, in words, if any."""
@@ -54,7 +54,7 @@ class Stop(StrictRecord):
     """
 
     target: float | None = None
-    patience: int | None = Field(None, ge=1)
+    patience: int | None = Field(default=None, ge=1)
     budget: Budget = Field(default_factory=Budget)
 
 

@@ -69,17 +69,17 @@ class PromotionTest(StrictRecord):
         low, high: the least and the greatest reward of a run.
     """
 
-    alpha: float = Field(0.05, gt=0, le=1)
-    margin: float = Field(0.0, gt=-1, lt=1)
-    batch: int = Field(32, ge=1)
-    min_effect: float = Field(0.02, gt=-1, lt=1)
-    beta: float = Field(0.05, gt=0, le=1)
+    alpha: float = Field(default=0.05, gt=0, le=1)
+    margin: float = Field(default=0.0, gt=-1, lt=1)
+    batch: int = Field(default=32, ge=1)
+    min_effect: float = Field(default=0.02, gt=-1, lt=1)
+    beta: float = Field(default=0.05, gt=0, le=1)
     guard: str | None = None
-    tolerance: float = Field(0.1, ge=0, lt=1)
-    guard_alpha: float = Field(0.05, gt=0, le=1)
-    choosing: float = Field(0.0, ge=0, lt=1)
-    hidden: float = Field(0.1, ge=0, lt=1)
-    rotation: int = Field(2, ge=1)
+    tolerance: float = Field(default=0.1, ge=0, lt=1)
+    guard_alpha: float = Field(default=0.05, gt=0, le=1)
+    choosing: float = Field(default=0.0, ge=0, lt=1)
+    hidden: float = Field(default=0.1, ge=0, lt=1)
+    rotation: int = Field(default=2, ge=1)
     low: float = 0.0
     high: float = 1.0
 

@@ -3,13 +3,16 @@
 An ignored error that is none any more is an error there, too (pyproject.toml).
 """
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, assert_type
 
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 from pydantic import BaseModel
 
+import cray_agents
 from cray_agents import Agent, Loop, Run, RunContext, Task, TaskSet, reward, tool
 from cray_agents.agent import Hooks
 from cray_agents.errors import BadInput
@@ -127,6 +130,16 @@ async def test_also_of_async_runs() -> None:
 def test_rewards_as_they_are_written_suit_a_loop() -> None:
     tasks = TaskSet.from_list([{"input": f"{n}+1", "target": n + 1} for n in range(20)])
     Loop(NUMBER, tasks, rewards=[correct, close])
+
+
+def test_defaults_have_their_name() -> None:
+    """For pyright a setting with `Field(8)` must be given; one with `Field(default=8)` not."""
+    package = Path(cray_agents.__file__).parent
+    files = [*package.glob("loop/**/*.py"), *package.glob("promotion/*.py")]
+    files += [package / f"{name}.py" for name in ("records", "training_jobs", "training_commands")]
+    unnamed = re.compile(r"\bField\((?!\s*(?:\w+=|\.\.\.|\)))")
+    assert len(files) > 20
+    assert [file.name for file in files if unnamed.search(file.read_text())] == []
 
 
 def test_what_is_wrong_is_told() -> None:

@@ -22,8 +22,8 @@ class Daily(StrictRecord):
         trainer_seconds: of their training jobs, by the jobs' own clocks.
     """
 
-    updates: int | None = Field(None, ge=1)
-    trainer_seconds: float | None = Field(None, gt=0)
+    updates: int | None = Field(default=None, ge=1)
+    trainer_seconds: float | None = Field(default=None, gt=0)
 
 
 class Live(StrictRecord):
@@ -49,17 +49,17 @@ class Live(StrictRecord):
             this share of the live sessions, and is promoted if it is no worse after so many.
     """
 
-    runs: int | None = Field(64, ge=1)
-    every: float | None = Field(None, gt=0)
+    runs: int | None = Field(default=64, ge=1)
+    every: float | None = Field(default=None, gt=0)
     quiet: str | None = None
     per_day: Daily = Field(default_factory=Daily)
     givers: list[str] = Field(default_factory=list)
     where: RunFilter = Field(default_factory=RunFilter)
-    within: float = Field(30 * 86_400.0, gt=0)
-    most: int = Field(4096, ge=1)
-    poll: float = Field(5.0, gt=0)
-    canary_share: float = Field(0.1, gt=0, lt=1)
-    canary_sessions: int = Field(200, ge=1)
+    within: float = Field(default=30 * 86_400.0, gt=0)
+    most: int = Field(default=4096, ge=1)
+    poll: float = Field(default=5.0, gt=0)
+    canary_share: float = Field(default=0.1, gt=0, lt=1)
+    canary_sessions: int = Field(default=200, ge=1)
 
     @field_validator("quiet")
     @classmethod
