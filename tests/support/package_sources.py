@@ -105,9 +105,9 @@ class Sources:
                 found |= self.members(module, named.id)
         for node in made.body:
             for part in ast.walk(node):
-                set_here = isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)
-                if set_here and isinstance(part.value, ast.Name) and part.value.id == "self":
-                    found.setdefault(part.attr, part)
+                match part:
+                    case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                        found.setdefault(name, part)
             if isinstance(node, Function):
                 found[node.name] = node
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
