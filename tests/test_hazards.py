@@ -122,7 +122,8 @@ def test_a_model_judges_by_the_category() -> None:
 
 
 def test_what_cannot_be_meant_is_told() -> None:
-    for prompts, told in [({"a": "one"}, "'a' has 'one'"), ({"a": []}, "give it a list")]:
+    given: list[Any] = [({"a": "one"}, "'a' has 'one'"), ({"a": []}, "give it a list")]
+    for prompts, told in given:
         with pytest.raises(BadInput, match=told):
             Hazards(prompts, refused)
     with pytest.raises(BadInput, match="task 2"):

@@ -349,9 +349,8 @@ class Loop:
             outcomes = [outcome for n in window for outcome in await collector.outcomes(n)]
             rewards = {outcome.run: outcome.reward for outcome in outcomes}
         with self._timer.phase("dataset", ""):
-            await hold_out(self._client, self.name, self.tasks)
-            if self.hazards is not None:
-                await hold_out(self._client, self.name, self.hazards.tasks)
+            for held in (self.tasks, self.hazards.tasks if self.hazards else TaskSet([])):
+                await hold_out(self._client, self.name, held)
             recipe = recipe_of(settings, now, number, rewards)
             givers = await self._running().source.givers(number)
             engine = (await self._client.info()).get("engine", {})
