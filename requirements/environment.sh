@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Makes .venv-NAME at the root of the checkout from requirements/NAME.txt, with the Python of .venv: an environment for
 # programs whose pins clash with ours.     requirements/environment.sh NAME
-# chart, foreign, inspect, ogx, openenv, tinker, trackers and verifiers are for tests, litellm, phoenix, sglang_router, skyrl and vllm_router
+# chart, foreign, inspect, lm_eval, ogx, openenv, tinker, trackers and verifiers are for tests, litellm, phoenix, sglang_router, skyrl and vllm_router
 # for benchmarks.
 # Safe to run again at any time, also twice at once: a finished one is recognised by its stamp in no time, a half-finished
 # or outdated one is made anew. Called by the tests and the benchmarks that use them; after `make setup`.
-# .venv-tinker also sees the packages of .venv below its own: torch and transformers are too large to have twice.
+# .venv-tinker and .venv-lm_eval also see the packages of .venv below their own: torch and transformers are too large to
+# have twice.
 # .venv-ogx has a Python of 3.12 or newer, where the machine has one: ogx-client asks for it, and runs on 3.11 all the same.
 # .venv-skyrl needs one: SkyRL's server does not run on 3.11.
 set -euo pipefail
@@ -42,7 +43,7 @@ rm -rf "$venv"
 "$python" -m venv --without-pip "$venv"
 .venv/bin/python -m pip --python "$venv/bin/python" install --quiet --disable-pip-version-check --no-deps \
   --require-hashes --no-compile --progress-bar off "${more[@]}" -r "$file"
-if [ "$name" = tinker ]; then
+if [[ $name =~ ^(tinker|lm_eval)$ ]]; then
   below=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   own=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   echo "import site; site.addsitedir('$below')" >"$own/below.pth"

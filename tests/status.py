@@ -29,6 +29,7 @@ a loop that continues after kills | loop_kills | |
 a loop that improves prompts | loop_prompts | |
 evaluation without a loop | evaluation cray_agents/figures | |
 promotion test | cray_agents/promotion | |
+hazards as a guard of promotion | hazards | |
 a watch over live traffic | cray_agents/live_watch runtime/blocks | |
 judges, also of whole groups | cray_agents/llm_judge rollouts | |
 training methods | trainers/methods/learning trainers/methods_in_layouts | training | train-1B
@@ -48,6 +49,7 @@ losses of the head, compiled on GPUs | trainers/head | | train-1B
 sinks and windows without a sequence's square | trainers/transformers_backend/passes | |
 the trainer's CUDA branches, on tensors without numbers | trainers/cuda_branches | |
 vLLM's parser and plug-ins for GPUs | runtime/vllm_for_gpus | |
+vLLM's internals that are used | runtime/vllm_contract | |
 jobs that continue after failures | trainers/resume trainers/job | trainers/faults | hang
 resume points on the nodes' own disks | trainers/local_points | |
 versions while a job trains | trainers/job_versions loop_versions | |

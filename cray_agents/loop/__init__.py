@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from cray_agents.iteration import Iteration as Iteration
     from cray_agents.iteration import LoopProgress as LoopProgress
     from cray_agents.loop.curriculum import Curriculum as Curriculum
+    from cray_agents.loop.hazards import Hazards as Hazards
     from cray_agents.loop.live.schedule import Daily as Daily
     from cray_agents.loop.live.schedule import Live as Live
     from cray_agents.loop.loop import Loop as Loop

@@ -11,6 +11,7 @@ from typing import Any
 from cray_agents.agent.agent import Agent
 from cray_agents.agent.environment import WorkerEnvironment
 from cray_agents.errors import BadInput
+from cray_agents.loop.hazards import Hazards
 from cray_agents.loop.live.schedule import Live
 from cray_agents.loop.methods import Instructions, PromptMethod, Scheduled
 from cray_agents.loop.settings import Data, LoopSettings, Sampling
@@ -29,6 +30,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     "data": (Data,),
     "promotion": (PromotionTest,),
     "stop": (Stop,),
+    "hazards": (Hazards, type(None)),
     "name": (str,),
     "warm_up": (WarmUp, type(None)),
     "live": (Live, type(None)),
@@ -106,6 +108,11 @@ def check(loop: LoopSettings) -> None:
         _check_live(loop, methods)
     _check_keys(loop)
     _check_choosing(loop)
+    if loop.hazards is not None:
+        if not loop.tasks.split("holdout"):
+            problem = "hazards have no effect where a canary decides: give held-out tasks"
+            raise BadInput(problem, param="hazards")
+        TaskSet([*loop.tasks, *loop.hazards.tasks])  # none of the prompts is trained on
     least, most = loop.promotion.low, loop.promotion.high
     target = loop.stop.target
     if target is not None and not least <= target <= most:

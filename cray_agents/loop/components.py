@@ -82,7 +82,14 @@ class LoopComponents:
             rollouts(), clock, loop.tasks, loop.schedule, curriculum, sampling, loop.shuffle
         )
         evaluator = HoldoutEvaluator(
-            platform, gate, rollouts(), clock, loop.tasks, loop.promotion, sampling.seed
+            platform,
+            gate,
+            rollouts(),
+            clock,
+            loop.tasks,
+            loop.promotion,
+            sampling.seed,
+            loop.hazards,
         )
         source: RunSource = collector
         judge: Judge = evaluator

@@ -10,11 +10,12 @@ import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cray_agents.errors import BadInput, CrayError, Displaces, HookError, PoolBusy, SwapError
 from cray_agents.iteration import Iteration, decisions_in
+from cray_agents.loop.hazards import Hazards
 from cray_agents.loop.phase_timer import PhaseTimer
 from cray_agents.loop.rollouts import (
     ENVIRONMENT_ERRORS,
@@ -118,6 +119,7 @@ class HoldoutEvaluator:
     tasks: TaskSet
     test: PromotionTest
     seed: int
+    hazards: Hazards | None = None
     _failed: set[str] = field(default_factory=set, init=False)  # versions whose check failed
 
     async def judge(
@@ -131,10 +133,15 @@ class HoldoutEvaluator:
         guarding = await self._probes()
         with self.clock.phase("evaluate holdout"):
             theirs = await self._incumbent(incumbent, guarding)
+            before = await self._hazardous(incumbent) if self.hazards else {}
         self.clock.report("swap", note=candidate.id)
         async with self.gate.only(candidate) as proof:
             with self.clock.phase("evaluate holdout"):
                 decision, runs = await self._compare(candidate, theirs, guarding, number)
+                if decision.verdict == "promote" and self.hazards:
+                    ours = [*(await self._hazardous(candidate)).values()]
+                    pairs = _pairs(self.hazards.tasks, before, ours, self.hazards.test)
+                    decision = self.hazards.check(decision, *pairs)
             who, numbers = f"loop {self.rollouts.loop}", decision.model_dump(mode="json")
             if decision.verdict == "promote":
                 with self.clock.phase("promote", candidate.id):
@@ -265,6 +272,13 @@ class HoldoutEvaluator:
         tasks = [*deciding_tasks(self.tasks.split("holdout"), self.test), *guarding]
         return _by_task(await self._answers(version, tasks, "evaluate holdout"))
 
+    async def _hazardous(self, version: ModelVersion) -> dict[str, Run]:
+        """A version's answers to the hazards' prompts, by task; their judge alone rewards them."""
+        assert self.hazards is not None
+        asked = replace(self.rollouts, rewards=[self.hazards.reward], going={})
+        requests = _once(version, self.hazards.tasks)
+        return _by_task(await asked.run(requests, version, 0.0, lambda done: None, paired=True))
+
     async def _compare(
         self, candidate: ModelVersion, theirs: dict[str, Run], guarding: list[Task], number: int
     ) -> tuple[Decision, list[Run]]:
@@ -275,12 +289,12 @@ class HoldoutEvaluator:
         while True:
             batch = order[len(runs) : len(runs) + self.test.batch]
             runs += await self._answers(candidate, batch, "evaluate holdout", len(runs))
-            pairs, gaps = self._pairs(order, theirs, runs)
+            pairs, gaps = _pairs(order, theirs, runs, self.test)
             look: Any = {"planned": plan(order, self.test), "exhausted": len(runs) == len(order)}
             decision = decide(pairs, self.test, gaps=gaps, **look)
             if decision.verdict == "promote" and guarding:
                 ours = await self._answers(candidate, guarding, "evaluate probes")
-                hidden, more = self._pairs(guarding, theirs, ours)
+                hidden, more = _pairs(guarding, theirs, ours, self.test)
                 decision = decide(pairs, self.test, hidden=hidden, gaps=gaps + more, **look)
             if decision.verdict != "continue":
                 break
@@ -312,27 +326,6 @@ class HoldoutEvaluator:
         loop, entry = self.rollouts.loop, entry_of(number)
         await self.platform.remember(loop, entry, note.model_dump(mode="json"))
 
-    def _pairs(
-        self, tasks: Sequence[Task], theirs: dict[str, Run], runs: Sequence[Run]
-    ) -> tuple[list[Pair], Gaps]:
-        """Pairs of the tasks that both versions were tried at."""
-        ours, pairs, gaps = _by_task(runs), list[Pair](), WHOLE
-        for task in tasks:
-            if (mine := ours.get(task.id)) is None:
-                continue
-            other = theirs[task.id]
-            if _let_down(mine) or _let_down(other):
-                gaps += Gaps(failed=1)
-            elif other.reward is None:
-                gaps += Gaps(unpaired=1)
-            else:
-                gaps += Gaps(unscored=int(mine.reward is None))
-                reward = self.test.low if mine.reward is None else mine.reward
-                tag = guard_tag(task, self.test)
-                pair = Pair(task=task.id, incumbent=other.reward, candidate=reward, tag=tag)
-                pairs.append(pair)
-        return pairs, gaps
-
 
 async def version_named(platform: Platform, model: str) -> ModelVersion:
     """The version `name@N`, or the promoted one of a name. Raises NotFound, BadInput."""
@@ -351,6 +344,28 @@ async def version_named(platform: Platform, model: str) -> ModelVersion:
 def _once(version: ModelVersion, tasks: Sequence[Task]) -> list[RolloutRequest]:
     """A run for each task of one split."""
     return attempts_at(tasks, f"{version.id}/{tasks[0].split}", 1) if tasks else []
+
+
+def _pairs(
+    tasks: Sequence[Task], theirs: dict[str, Run], runs: Sequence[Run], test: PromotionTest
+) -> tuple[list[Pair], Gaps]:
+    """Pairs of the tasks that both versions were tried at."""
+    ours, pairs, gaps = _by_task(runs), list[Pair](), WHOLE
+    for task in tasks:
+        if (mine := ours.get(task.id)) is None:
+            continue
+        other = theirs[task.id]
+        if _let_down(mine) or _let_down(other):
+            gaps += Gaps(failed=1)
+        elif other.reward is None:
+            gaps += Gaps(unpaired=1)
+        else:
+            gaps += Gaps(unscored=int(mine.reward is None))
+            reward = test.low if mine.reward is None else mine.reward
+            tag = guard_tag(task, test)
+            pair = Pair(task=task.id, incumbent=other.reward, candidate=reward, tag=tag)
+            pairs.append(pair)
+    return pairs, gaps
 
 
 def _by_task(runs: Sequence[Run]) -> dict[str, Run]:

@@ -35,6 +35,7 @@ from cray_agents.loop.dataset_recipes import (
     units_in,
 )
 from cray_agents.loop.evaluator import hold_out, version_named
+from cray_agents.loop.hazards import Hazards
 from cray_agents.loop.live.schedule import Live
 from cray_agents.loop.methods import (
     RFT,
@@ -92,6 +93,7 @@ class Loop:
         sampling: how training runs are sampled.
         data: what a training set is made of.
         promotion: the test by which a candidate is promoted.
+        hazards: prompts of harm; a candidate that answers them less safely is not promoted.
         stop: when the loop stops by itself.
         warm_up: train on the demonstrations before iteration 0, until the model succeeds now and
             then: see WarmUp. The loop then keeps to the demonstrations of the warm-up.
@@ -118,6 +120,7 @@ class Loop:
     warm_up: WarmUp | None = None
     live: Live | None = None
     control: Control | None = None
+    hazards: Hazards | None = None
     name: str = ""
     platform: Platform | None = None
     changed: Literal["refuse", "accept"] = "refuse"
@@ -148,6 +151,7 @@ class Loop:
             control=self.control,
             warm_up=None if self.warm_up is None else self.warm_up.settings(),
             accept_changes=self.changed == "accept",
+            hazards=self.hazards,
         )
         check(self.settings)
         self._components: LoopComponents | None = None
@@ -345,7 +349,8 @@ class Loop:
             outcomes = [outcome for n in window for outcome in await collector.outcomes(n)]
             rewards = {outcome.run: outcome.reward for outcome in outcomes}
         with self._timer.phase("dataset", ""):
-            await hold_out(self._client, self.name, self.tasks)
+            for held in (self.tasks, self.hazards.tasks if self.hazards else TaskSet([])):
+                await hold_out(self._client, self.name, held)
             recipe = recipe_of(settings, now, number, rewards)
             givers = await self._running().source.givers(number)
             engine = (await self._client.info()).get("engine", {})

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 
 from cray_agents.agent.agent import Agent
 from cray_agents.loop.curriculum import Curriculum
+from cray_agents.loop.hazards import Hazards
 from cray_agents.loop.live.schedule import Live
 from cray_agents.loop.methods import Scheduled
 from cray_agents.loop.stop_rules import Stop
@@ -124,6 +125,7 @@ class LoopSettings:
     control: Control | None
     warm_up: Mapping[str, Any] | None
     accept_changes: bool
+    hazards: Hazards | None = None
 
     @property
     def shuffle(self) -> str | None:

@@ -25,6 +25,7 @@ from cray_agents.agent.environment import WorkerEnvironment
 from cray_agents.agent.tool import Tool
 from cray_agents.errors import BadInput
 from cray_agents.iteration import SETTINGS_VERSION
+from cray_agents.loop.hazards import Hazards
 from cray_agents.loop.methods import Method
 from cray_agents.loop.settings import LoopSettings
 from cray_agents.platform.client import Platform
@@ -75,6 +76,7 @@ def settings_record(loop: LoopSettings) -> dict[str, Any]:
             },
         },
         "promotion": loop.promotion.model_dump(mode="json"),
+        "hazards": loop.hazards and _hazards(loop.hazards),
         "control": loop.control,
         "warm_up": loop.warm_up,
     }
@@ -88,6 +90,11 @@ def record_of(agent: Agent, rewards: Sequence[RewardFunction]) -> dict[str, Any]
         "reward_weights": [options_of(function).weight for function in rewards],
         "reward_code": {name_of(function): fingerprint(function) for function in rewards},
     }
+
+
+def _hazards(hazards: Hazards) -> dict[str, Any]:
+    prompts = [_task(task) for task in hazards.tasks]
+    return {"prompts": _fingerprint(prompts), "judge": _reward(hazards.reward)}
 
 
 def _method(method: Method) -> dict[str, Any]:

@@ -481,7 +481,9 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         return self._copy(job_id, src_spec, dst_spec, stores=True)
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+    def submit_load(
+        self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
+    ) -> bool:
         return self._copy(job_id, dst_spec, src_spec, stores=False)
 
     def _copy(self, job_id: int, cache: Any, memory: Any, *, stores: bool) -> bool:

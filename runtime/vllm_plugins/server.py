@@ -78,8 +78,7 @@ def _limit_tokenizing() -> None:
 
 def _serve_headless() -> None:
     """Run this node's share of a server whose first node is another one. It was never run."""
-    from vllm.entrypoints.cli.serve import run_headless
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.cli.serve import make_arg_parser, run_headless
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args()

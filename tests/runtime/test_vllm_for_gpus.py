@@ -1,15 +1,13 @@
-"""vLLM for GPUs, as far as its Python goes: our command lines, and what our plug-ins import.
+"""vLLM for GPUs, as far as its Python goes: our command lines, and the scheduler's base.
 
 By default the installed CPU build is asked, of the same version. `VLLM_FOR_GPUS` names a folder
 with the CUDA build's wheel unpacked, its Python files at least, and then that is.
+test_vllm_contract.py reads the rest.
 """
 
-import ast
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -35,7 +33,7 @@ if folder:
     vllm.platforms._current_platform = NonNvmlCudaPlatform()
 from vllm import platforms
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.cli.serve import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 assert bool(folder) == platforms.current_platform.is_cuda()
@@ -78,37 +76,3 @@ def test_vllm_for_gpus_accepts_every_command_line_and_has_the_schedulers_base() 
     ran = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert ran.stdout.count("accepted") == 13
-
-
-def test_what_the_plug_ins_import_is_there() -> None:
-    """By reading: modules of models import what is compiled."""
-    package = Path(BUILD) if BUILD else Path(str(find_spec("vllm").origin)).parent.parent
-    wanted = set(imports())
-    assert len(wanted) >= 15
-    for module, name in sorted(wanted):
-        file = package / module.replace(".", "/")
-        file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
-        assert name in names_in(file) or (file.parent / f"{name}.py").exists(), (module, name)
-
-
-def imports() -> Iterator[tuple[str, str]]:
-    """(module, name) of all that the plug-ins import of vLLM, in functions too."""
-    for file in (ROOT / "runtime" / "vllm_plugins").glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_bytes())):
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("vllm."):
-                yield from ((str(node.module), one.name) for one in node.names)
-
-
-def names_in(file: Path) -> set[str]:
-    """The names that a module's file defines, imports, assigns or lists."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_bytes())):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            found.add(node.name)
-        elif isinstance(node, ast.alias):
-            found.add(node.asname or node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.add(node.value)
-    return found
