@@ -75,7 +75,7 @@ SOAKS = [
         "tests/trainers/megatron_bridge/test_bridge_environment.py",
         {"BRIDGE": 1},
     ),
-    Soak("install", "tests/test_packages.py -k whole", {"INSTALL": 1}),
+    Soak("install", "tests/test_packages.py -k install", {"INSTALL": 1}),
     Soak("next-vllm", "tests/runtime/test_next_vllm.py", {"VLLM": "0.31.0,0.33.0"}, 7200),
     Soak("benchmarks", "tests/runtime/test_outside_benchmarks.py", {"BENCHMARKS": 1}),
     Soak("kubernetes", "tests/test_chart.py -k cluster_takes", {"KUBERNETES": 1}),
