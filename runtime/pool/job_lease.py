@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from pydantic import Field
 
 from cray_agents.errors import Corrupt, SetupError
 from cray_agents.records import Record
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.pool.golden_probe import weights_of
+from cray_agents.runtime.pool.start_phases import StartPhase
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.vllm_http import Http
 from cray_agents.runtime.pool.vllm_process import EngineSettings
@@ -201,7 +203,10 @@ class SharePlace(Record):
 
 
 class SupervisorState(Record):
-    """The state of a supervisor: see `ReplicaSupervisor`. Times are spans, in seconds."""
+    """The state of a supervisor: see `ReplicaSupervisor`. Times are spans, in seconds.
+
+    `phases`: of its engine's start, as `EngineProcess.phases`.
+    """
 
     serial: int
     starts: int
@@ -221,6 +226,7 @@ class SupervisorState(Record):
     joules: float | None
     seconds_left: float | None
     seconds: float | None
+    phases: dict[StartPhase, float] = Field(default_factory=dict)
 
 
 class SupervisorClient:

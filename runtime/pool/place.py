@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cray_agents.ports import Engine
+from cray_agents.runtime.pool.start_phases import StartPhase
 
 KILLED = "it was ended by"  # begins the reason of an engine's death by a signal
 
@@ -56,12 +57,14 @@ class EngineProcess(Protocol):
     `lora_rank`: the largest rank of an adapter that the engine can load; 0: it loads none. A
     larger one is that of the next start.
     `taken_over`: true if the last start took over an engine of an earlier platform.
+    `phases`: seconds of the last start by phase, those that were seen: see start_phases.py.
     """
 
     pid: int | None
     port: int | None
     taken_over: bool
     lora_rank: int
+    phases: dict[StartPhase, float]
 
     @property
     def engine(self) -> Engine:

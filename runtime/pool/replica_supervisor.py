@@ -183,6 +183,7 @@ class ReplicaSupervisor:
             "joules": self._energy.read() if self._energy else None,
             "seconds_left": None if self._ends_at is None else self._ends_at - now,
             "seconds": None if self._ends_at is None else self._ends_at - self._began,
+            "phases": self.replica.phases,
         }
 
     async def _start(self, request: web.Request) -> web.Response:

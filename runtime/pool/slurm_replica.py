@@ -40,6 +40,7 @@ from cray_agents.runtime.pool.job_lease import (
     read_lease,
     read_spec,
 )
+from cray_agents.runtime.pool.start_phases import StartPhase
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.vllm_http import CA, client_context
 from cray_agents.runtime.pool.vllm_process import VllmHost
@@ -152,6 +153,7 @@ class SlurmReplica(VllmHost):
         self.job: str | None = None
         self.pid: int | None = None
         self.port: int | None = None
+        self.phases: dict[StartPhase, float] = {}
         super().__init__(f"replica {spec.number}", spec.settings)
         self._tls = None if spec.tls is None else client_context(spec.tls / CA)
         self._spec = spec
@@ -166,6 +168,7 @@ class SlurmReplica(VllmHost):
         self._state: SupervisorState | None = None  # as its supervisor said last
         self._starts, self._since = 0, 0  # the number of the used engine, its start's serial
         self._why = ""
+        self._waited: float | None = None  # seconds for the place that the next start is on
         self._allocating = asyncio.Lock()
         self._ended, self._leaving, self._ending = (asyncio.Event() for _ in range(3))
         self._tasks = BackgroundTasks()
@@ -186,12 +189,13 @@ class SlurmReplica(VllmHost):
                 return
             if self._attempt is None and self._adopts:
                 self._attempt = await asyncio.to_thread(self._find_live)
-            self._adopts = False
+            self._adopts, began = False, time.monotonic()
             if self._attempt is None:
                 self._attempt = await asyncio.to_thread(new_attempt, self._folder, self._spec)
                 await self._submit()
             try:
                 await self._wait_for_place(self._attempt)
+                self._waited = time.monotonic() - began
             except (CrayError, OSError):
                 await self._give_up()
                 raise
@@ -467,6 +471,7 @@ class SlurmReplica(VllmHost):
         """
         await self._close_engine()
         supervisor, self.taken_over = self._supervisor, False
+        waited, self._waited, self.phases = self._waited, None, {}
         if supervisor is None:
             raise EngineUnavailable(f"replica {self._spec.number} has no place: {self._why}")
         left = self._state
@@ -488,6 +493,7 @@ class SlurmReplica(VllmHost):
                 self._lose_if_ended(supervisor, await self._status(self._attempt))
             why = f"on {self.host}: {error}" if self.placed else self._why
             raise EngineUnavailable(why) from error
+        self.phases = ({} if waited is None else {"place": waited}) | state.phases
         self._use(PlacedEngine(supervisor, state, self.settings, self._tls), state)
 
     async def _take_over(

@@ -51,6 +51,7 @@ from cray_agents.runtime.vllm_plugins.wire import (
     GUARD,
     MERGE,
     PROBE,
+    START,
     VERSION,
 )
 
@@ -429,6 +430,15 @@ class VllmEngine:
         """Return when the engine core behind the server has answered. Raises EngineError."""
         async with self._http.answer("GET", "/is_sleeping") as response:
             await response.read()
+
+    async def marks(self) -> dict[str, float]:
+        """Return the points of the process's start, by its host's monotonic clock: see lock.py.
+
+        Empty where the server is another program. Raises EngineError.
+        """
+        async with self._http.answer("GET", START, timeout=5.0) as response:
+            marks = orjson.loads(await response.read())
+        return {name: at for name, at in marks.items() if isinstance(at, float)}
 
     async def prepare(self, checkpoint: Path, version: str) -> None:
         """Prepare a fresh server; call once after each start. It answers after `resume`."""

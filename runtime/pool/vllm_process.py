@@ -17,6 +17,7 @@ import re
 import secrets
 import signal
 import socket
+import time
 from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +34,7 @@ from cray_agents.runtime.pool.golden_probe import MAX_ADAPTERS, config_of
 from cray_agents.runtime.pool.place import KILLED, LocalPlace
 from cray_agents.runtime.pool.private_folder import PrivateFolder
 from cray_agents.runtime.pool.serving_plan import AUTO
+from cray_agents.runtime.pool.start_phases import StartPhase, seen_phases
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.vllm_http import UNIX, TlsFiles, client_context
 from cray_agents.runtime.pool.weight_transfer import TransferSettings
@@ -219,6 +221,7 @@ class VllmProcess(VllmHost, LocalPlace):
         self.server: VllmEngine | None = None
         self.pid: int | None = None
         self.port: int | None = None
+        self.phases: dict[StartPhase, float] = {}
         self._listener: socket.socket | None = None  # bound; the server alone listens
         self._folder: PrivateFolder | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -234,14 +237,25 @@ class VllmProcess(VllmHost, LocalPlace):
         Raises EngineUnavailable with the tail of the log if it dies or takes too long.
         """
         await self.stop()
+        began, self.phases = time.monotonic(), {}
         self._offset = self.log.stat().st_size if self.log.exists() else 0
         try:
             await self._launch(checkpoint)
             await self._wait_until_healthy(checkpoint, self._offset)
             await self.engine.prepare(checkpoint, version)
+            self.phases = await self._seen_phases(began)
         except BaseException:
             await self.stop()
             raise
+
+    async def _seen_phases(self, began: float) -> dict[StartPhase, float]:
+        """Return the seconds of a start that has just ended, by phase."""
+        try:
+            marks = await self.engine.marks()
+        except EngineError:  # of another program
+            marks = {}
+        said = await asyncio.to_thread(_read_log, self.log, self._offset)
+        return seen_phases(began, marks, time.monotonic(), said)
 
     def missing_resource(self, checkpoint: Path) -> str:
         """Report missing memory where vLLM computes on the CPU; "" elsewhere."""
@@ -556,12 +570,16 @@ async def end_group(process: asyncio.subprocess.Process) -> None:
 
 def _fatal_exception(log: Path, offset: int) -> str:
     """Find the exception that ended vLLM's engine, in its log from an offset on; "" if none."""
-    with log.open("rb") as lines:
-        lines.seek(offset)
-        text = lines.read(_MOST_LOG_BYTES).decode(errors="replace")
+    text = _read_log(log, offset)
     fatal = _FATAL.search(text)
     cause = _EXCEPTION.search(text, fatal.end()) if fatal else None  # the first one is the cause
     return cause[1].strip()[:_LONGEST_REASON] if cause else ""
+
+
+def _read_log(log: Path, offset: int) -> str:
+    with log.open("rb") as lines:
+        lines.seek(offset)
+        return lines.read(_MOST_LOG_BYTES).decode(errors="replace")
 
 
 def _tail(log: Path, offset: int) -> str:

@@ -16,9 +16,11 @@ so no other user's process gets the port. vLLM's sockets and files are for its o
 template_time.py interrupts a chat template that loops, so that only its own request fails.
 """
 
+import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import parent_process
@@ -26,11 +28,12 @@ from typing import Any
 
 from cray_agents.processes import die_with_parent, exit_at_once, importing_much
 from cray_agents.runtime.vllm_plugins.template_time import limit_all_templates
-from cray_agents.runtime.vllm_plugins.wire import SOCKET
+from cray_agents.runtime.vllm_plugins.wire import MARKS, SOCKET
 
 
 def main() -> None:
     """Serve until a signal ends it. `argv[1]` is the parent's pid; vLLM gets the rest."""
+    began = time.monotonic()
     die_with_parent(int(sys.argv.pop(1)))
     os.umask(0o077)
     pid = os.getpid()
@@ -49,6 +52,7 @@ def main() -> None:
         HTTP_PROTOCOLS["auto"] = "cray_agents.runtime.vllm_plugins.heads:BoundedHeads"
         from vllm.entrypoints.launchers.api_server.entry import main as serve
 
+    os.environ[MARKS] = json.dumps({"begun": began, "imported": time.monotonic()})
     if handle := os.environ.get(SOCKET):  # a bound one; --port alone would be refused: it is taken
         from vllm.entrypoints.launchers import launcher
 
