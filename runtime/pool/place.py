@@ -79,6 +79,10 @@ class EngineProcess(Protocol):
         """End the engine's process; its place stays."""
         ...
 
+    async def stage(self, checkpoint: Path) -> None:
+        """Copy a checkpoint to its host, if that may be, for the next load: weight_copies.py."""
+        ...
+
     async def check_alive(self) -> None:
         """Return when the engine itself has answered. Raises EngineError."""
         ...
@@ -115,6 +119,9 @@ class LocalPlace:
 
     async def allocate(self) -> None:
         """Return at once."""
+
+    async def stage(self, checkpoint: Path) -> None:
+        """Copy nothing."""
 
     async def release(self: EngineProcess, *, drain: bool = False) -> None:
         """End the engine's process."""

@@ -44,6 +44,7 @@ from cray_agents.runtime.pool.start_phases import StartPhase
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.vllm_http import CA, client_context
 from cray_agents.runtime.pool.vllm_process import VllmHost
+from cray_agents.runtime.registry.deltas import rebuilt_bytes
 
 POLL_INTERVAL = 2.0  # seconds between two questions to Slurm about all jobs together
 _ANSWERS = 10.0  # of all supervisors in a second while there is no news, where leases allow it
@@ -493,7 +494,7 @@ class SlurmReplica(VllmHost):
                 self._lose_if_ended(supervisor, await self._status(self._attempt))
             why = f"on {self.host}: {error}" if self.placed else self._why
             raise EngineUnavailable(why) from error
-        self.phases = ({} if waited is None else {"place": waited}) | state.phases
+        self.phases = state.phases if waited is None else {"place": waited, **state.phases}
         self._use(PlacedEngine(supervisor, state, self.settings, self._tls), state)
 
     async def _take_over(
@@ -543,6 +544,16 @@ class SlurmReplica(VllmHost):
             except EngineError as error:
                 log.warning("the engine on %s was not ended: %s", self.host, error)
 
+    async def copy(self, checkpoint: Path) -> tuple[Path, str]:
+        """Copy a checkpoint to the job's node: see `VllmHost.copy`."""
+        # of an engine over several nodes all workers are told one path
+        if self.settings.scratch is None or self._supervisor is None or self._spec.nodes > 1:
+            return checkpoint, ""
+        try:
+            return await self._supervisor.stage(checkpoint, self.settings.load_timeout)
+        except EngineError as error:
+            return checkpoint, str(error)
+
     async def wait_until_dead(self) -> None:
         """Return when the engine, its job or its node has ended: see `EngineHost`."""
         await self._ended.wait()
@@ -556,8 +567,9 @@ class SlurmReplica(VllmHost):
         return ""
 
     def sleep_level(self, checkpoint: Path) -> int:
-        """Return 2: a node's memory is not known here."""
-        return 2
+        """Return 1 if a copy leaves half of what its job may take of the node's memory, else 2."""
+        left = None if self._state is None else self._state.memory_left
+        return 1 if left is not None and 2 * rebuilt_bytes(checkpoint) <= left else 2
 
 
 def cancel_surplus(folder: Path, scheduler: Scheduler, keep: int) -> None:
