@@ -36,6 +36,7 @@ from bench import (
     scaling,
     serving_plan,
     simulation,
+    start,
     swap,
     training,
     trajectories,
@@ -131,6 +132,7 @@ ALL = {
     "affinity": affinity.main,
     "parked": parked_sessions.main,
     "pollers": pollers.main,
+    "start": start.main,
     "swap": swap.main,
     "loop": loop_async.main,
 }

@@ -132,6 +132,19 @@ async def end_child(process: "Child", seconds: float) -> None:
         await process.wait()
 
 
+async def end_group(process: "Child") -> None:
+    """Send SIGKILL to a child's process group, and wait until it is gone."""
+    import asyncio
+
+    for _ in range(100):
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            break
+        await asyncio.sleep(0.05)
+    await process.wait()
+
+
 @contextmanager
 def importing_much() -> Iterator[None]:
     """Import large packages without garbage collection, and keep them out of it afterwards.

@@ -1,7 +1,8 @@
 """`plan`: estimate what a training run, or a load to serve, needs.
 
 `train` reads only a model's config: no GPU, platform or weights are needed. `serve` goes by what
-calls of this root's pool took. Read next: trainers/planning/, runtime/accounting/serve_plan.py.
+calls of this root's pool took, `start` by the bytes of weights. Read next: trainers/planning/,
+runtime/accounting/serve_plan.py.
 """
 
 import re
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 import typer
 
 from cray_agents.cli.options import Commands, given
+from cray_agents.cli.platform import start_rows
 from cray_agents.cli.screen import (
     console,
     open_store,
@@ -26,6 +28,7 @@ from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.runtime.datasets.reader import mean_length, read_dataset
 from cray_agents.runtime.registry.registry import Registry
+from cray_agents.server.platform_process import fetch, running
 from cray_agents.training_jobs import (
     Backend,
     Fp8,
@@ -57,7 +60,7 @@ UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
 LENGTH = 4096  # default tokens of a sequence
 
 
-commands = Commands("plan", help="Estimate a training run, or the replicas that a load needs.")
+commands = Commands("plan", help="Estimate a training run, the replicas of a load, their start.")
 
 
 def _under(heading: str, text: str, *names: str, **limits: Any) -> Any:
@@ -228,6 +231,39 @@ def serve(
     say(f"time     {done.seconds:.3g} s a request, {done.under_way:.3g} at a time on a replica")
     say(f"cost     {cost if done.cost is not None else 'no price is known: give --price'}")
     say(f"by       {by.calls} calls, {by.error:.0%} off on average, {by.busiest:.3g} at a time")
+
+
+@commands.command("start")
+def start(
+    model: Annotated[
+        str, typer.Option(help="A directory, name@N, a model's name, or only a size such as 7B.")
+    ],
+    storage: Annotated[
+        float, typer.Option(help="The GB/s at which a replica's host reads weights.")
+    ],
+) -> None:
+    """Say how long a replica reads a model's weights: when it starts, swaps, or wakes.
+
+    A sleeping replica reads them too, unless its host's memory kept them (`asleep` 1). Beside it
+    stand the seconds by phase of the replicas that a platform on this root has now.
+    """
+    from cray_agents.runtime.registry.deltas import rebuilt_bytes
+
+    home, size = settings().root, _size(model)
+    weights = 2 * int(size) if size else rebuilt_bytes(Registry(home).named(model))
+    seconds = weights / 1e9 / _positive("storage", storage)
+    info = running(home)
+    replicas = [] if info is None else fetch(info, "/v1/pool")["data"]
+    name = model.partition("@")[0]
+    measured = start_rows([r for r in replicas if str(r["version"]).partition("@")[0] == name])
+    if given().json:
+        print_json({"weights": weights, "read_seconds": seconds, "measured": measured})
+        return
+    say(f"weights  {weights / 1e9:.3g} GB" + " in bfloat16" * bool(size))
+    say(f"read     {seconds:.3g} s at {storage:g} GB/s")
+    if measured:
+        say("measured seconds of the last start")
+        show(measured, list(dict.fromkeys(column for row in measured for column in row)))
 
 
 # ---- reading the options

@@ -284,6 +284,9 @@ def _show_status() -> None:
         show(rows, columns)
     if about["engine"].get("kv_tier"):
         show(tier_rows(fetch_text(info, "/metrics/engines")), ["replica", *TIER_COLUMNS])
+    if starts := start_rows(replicas):
+        say("seconds of the last start")
+        show(starts, list(dict.fromkeys(column for row in starts for column in row)))
     for replica in replicas:
         if (last := replica["last_restart"]) is not None:
             say(f"restarted at {when(last['time'])}: {last['why']}")
@@ -292,6 +295,15 @@ def _show_status() -> None:
             f"{', '.join(lease['displaced'])} made room for {lease['version']}, which "
             f"{lease['holder']!r} evaluates"
         )
+
+
+def start_rows(replicas: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the seconds of each replica's last start or awakening, in all and by phase."""
+    return [
+        {"replica": number, "all": sum(seconds.values()), **seconds}
+        for number, replica in enumerate(replicas)
+        if replica["last_start"] is not None and (seconds := replica["last_start"]["seconds"])
+    ]
 
 
 def tier_rows(metrics: str) -> list[dict[str, Any]]:

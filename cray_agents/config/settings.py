@@ -278,6 +278,11 @@ class Config(BaseModel):
         description='hours of the day, as ["22-6"], in which training gives way to a first replica '
         "only",
     )
+    replica_scratch: Path | None = Field(
+        None,
+        description="a folder on each host's own disk or in its memory (/dev/shm): weights are "
+        "copied to it while replicas serve the former ones, and loaded from there",
+    )
     replica_interface: str | None = Field(
         None,
         description="network interface on which replicas in Slurm listen, as ib0; default: the one "
@@ -461,9 +466,9 @@ class Config(BaseModel):
                 raise ValueError(f"'{root}' is not a whole path: write it from / or ~ on")
         return [root.expanduser() for root in roots]
 
-    @field_validator("kv_tier")
+    @field_validator("kv_tier", "replica_scratch")
     @classmethod
-    def _expand_tier(cls, folder: Path | None) -> Path | None:
+    def _expand_folder(cls, folder: Path | None) -> Path | None:
         return None if folder is None else folder.expanduser().absolute()
 
     @property

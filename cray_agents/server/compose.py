@@ -305,6 +305,7 @@ def engine_settings(config: Config, *, sleeps: bool) -> EngineSettings:
         answer_timeout=config.engine_timeout,
         load_timeout=config.load_timeout,
         load_format=load_format(config.load_format, gpu=has_gpu_build()),
+        scratch=config.replica_scratch,
         kv_tier=config.kv_tier,
         kv_tier_gib=config.kv_tier_gib,
         kv_tier_memory_gib=config.kv_tier_memory_gib,

@@ -12,6 +12,7 @@ HTTP (`SupervisorClient`), and replica_supervisor.py answers.
 
 import fcntl
 import importlib.metadata
+import json
 import os
 import socket
 import ssl
@@ -23,11 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from pydantic import Field
 
 from cray_agents.errors import Corrupt, SetupError
 from cray_agents.records import Record
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.pool.golden_probe import weights_of
+from cray_agents.runtime.pool.start_phases import StartPhase
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.vllm_http import Http
 from cray_agents.runtime.pool.vllm_process import EngineSettings
@@ -201,7 +204,11 @@ class SharePlace(Record):
 
 
 class SupervisorState(Record):
-    """The state of a supervisor: see `ReplicaSupervisor`. Times are spans, in seconds."""
+    """The state of a supervisor: see `ReplicaSupervisor`. Times are spans, in seconds.
+
+    `phases`: of its engine's start, as `EngineProcess.phases`. `memory_left`: bytes that its job
+    may still take of its node.
+    """
 
     serial: int
     starts: int
@@ -221,6 +228,8 @@ class SupervisorState(Record):
     joules: float | None
     seconds_left: float | None
     seconds: float | None
+    phases: dict[StartPhase, float] = Field(default_factory=dict)
+    memory_left: int | None = None
 
 
 class SupervisorClient:
@@ -261,6 +270,12 @@ class SupervisorClient:
         """Give an order. Raises EngineError."""
         async with self._send(name, seconds, body) as response:
             await response.read()
+
+    async def stage(self, checkpoint: Path, seconds: float) -> tuple[Path, str]:
+        """Have a checkpoint copied; return where to read it, and why there is no copy, or ""."""
+        async with self._send("stage", seconds, {"checkpoint": str(checkpoint)}) as response:
+            answer = json.loads(await response.read())
+            return Path(answer["path"]), str(answer["why"])
 
     def _send(
         self, name: str, seconds: float, body: dict[str, str]
@@ -305,7 +320,9 @@ class PlacedEngine(VllmEngine):
         """Load weights: see `VllmEngine.load`."""
         await self._supervisor.order("note", version="", weights="")
         seconds = await super().load(checkpoint, version, keep=keep)
-        await self._supervisor.order("note", version=version, weights=weights_of(checkpoint))
+        await self._supervisor.order(
+            "note", version=version, weights=weights_of(checkpoint), checkpoint=str(checkpoint)
+        )
         return seconds
 
     async def sleep(self, level: int) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cray_agents.ports import Engine
+from cray_agents.runtime.pool.start_phases import StartPhase
 
 KILLED = "it was ended by"  # begins the reason of an engine's death by a signal
 
@@ -56,12 +57,14 @@ class EngineProcess(Protocol):
     `lora_rank`: the largest rank of an adapter that the engine can load; 0: it loads none. A
     larger one is that of the next start.
     `taken_over`: true if the last start took over an engine of an earlier platform.
+    `phases`: seconds of the last start by phase, those that were seen: see start_phases.py.
     """
 
     pid: int | None
     port: int | None
     taken_over: bool
     lora_rank: int
+    phases: dict[StartPhase, float]
 
     @property
     def engine(self) -> Engine:
@@ -74,6 +77,10 @@ class EngineProcess(Protocol):
 
     async def stop(self) -> None:
         """End the engine's process; its place stays."""
+        ...
+
+    async def stage(self, checkpoint: Path) -> None:
+        """Copy a checkpoint to its host, if that may be, for the next load: weight_copies.py."""
         ...
 
     async def check_alive(self) -> None:
@@ -112,6 +119,9 @@ class LocalPlace:
 
     async def allocate(self) -> None:
         """Return at once."""
+
+    async def stage(self, checkpoint: Path) -> None:
+        """Copy nothing."""
 
     async def release(self: EngineProcess, *, drain: bool = False) -> None:
         """End the engine's process."""

@@ -29,7 +29,12 @@ from cray_agents.runtime.pool.place import EngineHost
 from cray_agents.runtime.pool.published_replicas import PublishedPool, ServingLimits, publish
 from cray_agents.runtime.pool.replica import Replica
 from cray_agents.runtime.pool.request_router import PoolNotifier, RequestRouter
-from cray_agents.runtime.pool.rolling_swap import find_free_slots, rolling_swap, stage_on_one_slot
+from cray_agents.runtime.pool.rolling_swap import (
+    copy_weights,
+    find_free_slots,
+    rolling_swap,
+    stage_on_one_slot,
+)
 from cray_agents.runtime.pool.upkeep import PoolReplica
 from cray_agents.runtime.pool.vllm_engine import ReplicaServer
 
@@ -404,6 +409,7 @@ class Pool(RequestRouter):
             keep, protected = self.swap_mode == "keep", {self._incumbent, *protected}
             if len(self._slots) == 1 or new.version == self._incumbent:
                 protected_too = {self._former, *protected}
+                await copy_weights(self._slots, new)
                 report = await rolling_swap(
                     self._slots, new, keep=keep, share=self._swap_share, protected=protected_too
                 )
@@ -475,6 +481,8 @@ class Pool(RequestRouter):
             self._check_room(chosen, new, protected)
             protected = {self._incumbent, self._former, self._candidate, *protected}
             keep = self.swap_mode == "keep"
+            if new.version != self._former:  # a rollback does not wait for it
+                await copy_weights(chosen, new)
             report = await rolling_swap(
                 chosen, new, keep=keep, share=self._swap_share, protected=protected
             )

@@ -19,16 +19,21 @@ _LONGEST = 42  # bytes of its parent's path; what remains is for names such as v
 
 
 class PrivateFolder:
-    """A folder at `path`. Close it when done. Raises EngineUnavailable if it cannot be made."""
+    """A folder at `path`. Close it when done. Raises EngineUnavailable if it cannot be made.
 
-    def __init__(self) -> None:
-        parent = tempfile.gettempdir()
-        if len(os.fsencode(parent)) > _LONGEST:
+    `place`: where to make it, for what needs no short path; OSError is raised if that fails.
+    """
+
+    def __init__(self, place: Path | None = None) -> None:
+        parent = str(place or tempfile.gettempdir())
+        if place is None and len(os.fsencode(parent)) > _LONGEST:
             parent = "/tmp"
         _remove_abandoned(Path(parent))
         try:
             self.path, self._lock = _make(parent)
         except OSError as error:
+            if place is not None:
+                raise
             raise EngineUnavailable(
                 f"no folder for an engine's sockets can be made in {parent} ({error.strerror}): "
                 f"name another with TMPDIR, of at most {_LONGEST} bytes"

@@ -27,7 +27,7 @@ replica back that is lost, finds it places, lets it sleep, and has it take weigh
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, get_args
@@ -110,6 +110,7 @@ class Replica(RoutedReplica):
         self.sleep_level = 0  # at which its engine sleeps; 0: it does not
         self.restarts = 0
         self.last_restart: dict[str, Any] | None = None
+        self.last_start: dict[str, Any] | None = None
         self.adapters = self.adapters_of(engine_host)
 
     def take(self, event: Event) -> None:
@@ -202,6 +203,7 @@ class Replica(RoutedReplica):
 
         `error` is the last failure of a replica that is not serving. `last_restart` says when and
         why the process was last lost, and the seconds until it served again; it stays afterwards.
+        `last_start`: the seconds by phase of the last start or awakening, those that were seen.
         `joules`: that the GPUs of its Slurm job took, where they were measured.
         """
         proof, host = self._proof(self.version), self.engine_host
@@ -214,6 +216,7 @@ class Replica(RoutedReplica):
             "busy_seconds": self.requests.busy_seconds,
             "restarts": self.restarts,
             "last_restart": self.last_restart,
+            "last_start": self.last_start,
             "host": host.host,
             "job": host.job,
             "joules": host.joules,
@@ -476,7 +479,15 @@ class Replica(RoutedReplica):
         self.adapters.clear()
         self.engine_host.lora_rank = max(new.lora_rank, self.engine_host.lora_rank)
         await self.engine_host.start(new.checkpoint, new.version)
-        return await self.prove_and_resume(new, {"start": time.monotonic() - started})
+        report = await self.prove_and_resume(new, {"start": time.monotonic() - started})
+        if not self.engine_host.taken_over:
+            self.note_start(self.engine_host.phases, report)
+        return report
+
+    def note_start(self, phases: Mapping[Any, float], report: ProbeReport) -> None:
+        """Keep the seconds of a start by phase; the check of the weights samples a first token."""
+        seconds = {**phases, "first_token": report.seconds["prove"]}
+        self.last_start = {"time": time.time(), "seconds": seconds}
 
     async def prove_and_resume(self, new: LoadedVersion, seconds: dict[str, float]) -> ProbeReport:
         """Prove the loaded weights, and load the adapters beside them. Raises SwapError."""

@@ -8,6 +8,7 @@ of it must send the lease's secret:
     GET  /state?seen=N   the state, once its serial is not N; otherwise after `wait` seconds
     POST /start          start vLLM on a checkpoint, from scratch
     POST /note           note the version and weights that the gateway has loaded
+    POST /stage          copy a checkpoint to this node: weight_copies.py
     POST /stop           end vLLM, and keep the place
     POST /exit           end vLLM and the job
 
@@ -38,7 +39,7 @@ from typing import Any
 from aiohttp import web
 
 from cray_agents.errors import CrayError, EngineError, SetupError
-from cray_agents.processes import die_with_parent
+from cray_agents.processes import die_with_parent, end_group
 from cray_agents.runtime.background import BackgroundTasks, ChangeNotifier
 from cray_agents.runtime.pool.job_lease import (
     HEARTBEAT_INTERVAL,
@@ -62,12 +63,12 @@ from cray_agents.runtime.pool.vllm_process import (
     VllmProcess,
     bind,
     command,
-    end_group,
     environment,
 )
 from cray_agents.runtime.scheduler.batch_script import REFUSED
 from cray_agents.runtime.scheduler.gpu_placement import host_gpus
 from cray_agents.runtime.scheduler.nvml import EnergyTotal, nvml
+from cray_agents.runtime.scheduler.sampler import memory_of_job
 from cray_agents.runtime.vllm_plugins import proof
 from cray_agents.runtime.vllm_plugins.wire import HEADER, VARIABLE
 
@@ -122,7 +123,7 @@ class ReplicaSupervisor:
         application = web.Application(middlewares=[self._lock], client_max_size=1 << 20)
         application.router.add_get(proof.PATH, self._prove)
         application.router.add_get("/state", self._state)
-        for name in ("start", "note", "stop", "exit"):
+        for name in ("start", "note", "stage", "stop", "exit"):
             application.router.add_post(f"/{name}", getattr(self, f"_{name}"))
         return application
 
@@ -183,6 +184,8 @@ class ReplicaSupervisor:
             "joules": self._energy.read() if self._energy else None,
             "seconds_left": None if self._ends_at is None else self._ends_at - now,
             "seconds": None if self._ends_at is None else self._ends_at - self._began,
+            "phases": self.replica.phases,
+            "memory_left": memory_of_job(),
         }
 
     async def _start(self, request: web.Request) -> web.Response:
@@ -217,7 +220,13 @@ class ReplicaSupervisor:
         body = await request.json()
         self._version, self._weights = str(body["version"]), str(body["weights"])
         self._asleep = int(body.get("asleep", 0))
+        if "checkpoint" in body:
+            await self.replica.copies.keep(Path(body["checkpoint"]))
         return web.json_response({})
+
+    async def _stage(self, request: web.Request) -> web.Response:
+        copy, why = await self.replica.copies.make(Path((await request.json())["checkpoint"]))
+        return web.json_response({"path": str(copy), "why": why})
 
     async def _stop(self, request: web.Request) -> web.Response:
         async with self._changing:
@@ -332,6 +341,7 @@ async def _serve(supervisor: ReplicaSupervisor) -> None:
     await supervisor.ended.wait()
     await tasks.close()
     await supervisor.end_engine()
+    await supervisor.replica.copies.close()
     await runner.cleanup()
 
 

@@ -18,6 +18,23 @@ from cray_agents.runtime.pool.golden_probe import LoadedVersion
 from cray_agents.runtime.pool.replica import Replica
 
 R = TypeVar("R", bound=Replica)
+_POLL_INTERVAL = 0.2  # seconds between two looks if a rollback waits for a copy's end
+
+
+async def copy_weights(slots: Sequence[Replica], new: LoadedVersion) -> None:
+    """Have the hosts of slots copy a version's weights while these serve on: weight_copies.py.
+
+    Raises Overtaken where a rollback waits.
+    """
+    stale = [s for s in slots if s.placed and new.version not in s.versions]
+    if new.over is None and stale:
+        copying = asyncio.gather(*(slot.engine_host.stage(new.checkpoint) for slot in stale))
+        try:
+            while not copying.done():
+                stale[0].notifier.abort_if_rollback_waits(new.version)
+                await asyncio.wait({copying}, timeout=_POLL_INTERVAL)
+        finally:
+            copying.cancel()
 
 
 async def rolling_swap(
@@ -144,6 +161,7 @@ async def stage_on_one_slot(
         )
     while True:
         slot, served = free[0], free[0].versions
+        await copy_weights([slot], new)
         try:
             return await slot.change(new, keep=keep)
         except Overtaken:

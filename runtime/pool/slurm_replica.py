@@ -40,9 +40,11 @@ from cray_agents.runtime.pool.job_lease import (
     read_lease,
     read_spec,
 )
+from cray_agents.runtime.pool.start_phases import StartPhase
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.vllm_http import CA, client_context
 from cray_agents.runtime.pool.vllm_process import VllmHost
+from cray_agents.runtime.registry.deltas import rebuilt_bytes
 
 POLL_INTERVAL = 2.0  # seconds between two questions to Slurm about all jobs together
 _ANSWERS = 10.0  # of all supervisors in a second while there is no news, where leases allow it
@@ -152,6 +154,7 @@ class SlurmReplica(VllmHost):
         self.job: str | None = None
         self.pid: int | None = None
         self.port: int | None = None
+        self.phases: dict[StartPhase, float] = {}
         super().__init__(f"replica {spec.number}", spec.settings)
         self._tls = None if spec.tls is None else client_context(spec.tls / CA)
         self._spec = spec
@@ -166,6 +169,7 @@ class SlurmReplica(VllmHost):
         self._state: SupervisorState | None = None  # as its supervisor said last
         self._starts, self._since = 0, 0  # the number of the used engine, its start's serial
         self._why = ""
+        self._waited: float | None = None  # seconds for the place that the next start is on
         self._allocating = asyncio.Lock()
         self._ended, self._leaving, self._ending = (asyncio.Event() for _ in range(3))
         self._tasks = BackgroundTasks()
@@ -186,12 +190,13 @@ class SlurmReplica(VllmHost):
                 return
             if self._attempt is None and self._adopts:
                 self._attempt = await asyncio.to_thread(self._find_live)
-            self._adopts = False
+            self._adopts, began = False, time.monotonic()
             if self._attempt is None:
                 self._attempt = await asyncio.to_thread(new_attempt, self._folder, self._spec)
                 await self._submit()
             try:
                 await self._wait_for_place(self._attempt)
+                self._waited = time.monotonic() - began
             except (CrayError, OSError):
                 await self._give_up()
                 raise
@@ -467,6 +472,7 @@ class SlurmReplica(VllmHost):
         """
         await self._close_engine()
         supervisor, self.taken_over = self._supervisor, False
+        waited, self._waited, self.phases = self._waited, None, {}
         if supervisor is None:
             raise EngineUnavailable(f"replica {self._spec.number} has no place: {self._why}")
         left = self._state
@@ -488,6 +494,7 @@ class SlurmReplica(VllmHost):
                 self._lose_if_ended(supervisor, await self._status(self._attempt))
             why = f"on {self.host}: {error}" if self.placed else self._why
             raise EngineUnavailable(why) from error
+        self.phases = state.phases if waited is None else {"place": waited, **state.phases}
         self._use(PlacedEngine(supervisor, state, self.settings, self._tls), state)
 
     async def _take_over(
@@ -537,6 +544,16 @@ class SlurmReplica(VllmHost):
             except EngineError as error:
                 log.warning("the engine on %s was not ended: %s", self.host, error)
 
+    async def copy(self, checkpoint: Path) -> tuple[Path, str]:
+        """Copy a checkpoint to the job's node: see `VllmHost.copy`."""
+        # of an engine over several nodes all workers are told one path
+        if self.settings.scratch is None or self._supervisor is None or self._spec.nodes > 1:
+            return checkpoint, ""
+        try:
+            return await self._supervisor.stage(checkpoint, self.settings.load_timeout)
+        except EngineError as error:
+            return checkpoint, str(error)
+
     async def wait_until_dead(self) -> None:
         """Return when the engine, its job or its node has ended: see `EngineHost`."""
         await self._ended.wait()
@@ -550,8 +567,9 @@ class SlurmReplica(VllmHost):
         return ""
 
     def sleep_level(self, checkpoint: Path) -> int:
-        """Return 2: a node's memory is not known here."""
-        return 2
+        """Return 1 if a copy leaves half of what its job may take of the node's memory, else 2."""
+        left = None if self._state is None else self._state.memory_left
+        return 1 if left is not None and 2 * rebuilt_bytes(checkpoint) <= left else 2
 
 
 def cancel_surplus(folder: Path, scheduler: Scheduler, keep: int) -> None:

@@ -216,6 +216,7 @@ class PoolReplica(Replica):
                 await successor.stop()
                 raise
             self._move_to(successor, adapters)
+            self.note_start(successor.phases, report)
             self.accept(loaded, report)
 
     async def _drain_ending_place(self, host: EngineHost) -> None:
@@ -355,6 +356,8 @@ class PoolReplica(Replica):
         with timed(seconds, "wake"):
             await self.engine_host.engine.wake(slept.checkpoint, slept.version)
         report = await (self.prove_and_resume(loaded, {}) if same else self.reload(loaded))
+        loads = {phase: report.seconds[phase] for phase in ("load",) if phase in report.seconds}
+        self.note_start(seconds | loads, report)
         return report.model_copy(update={"seconds": seconds | report.seconds})
 
     async def fall_asleep(self) -> dict[str, float]:

@@ -12,7 +12,7 @@ import logging
 import math
 import ssl
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,6 +51,7 @@ from cray_agents.runtime.vllm_plugins.wire import (
     GUARD,
     MERGE,
     PROBE,
+    START,
     VERSION,
 )
 
@@ -105,6 +106,8 @@ class VllmEngine:
     ) -> None:
         self.model = model
         self.load_note = ""
+        self.copy: tuple[Path, Path] | None = None  # a checkpoint's copy on its host: read once
+        self.keep_copy: Callable[[Path], Awaitable[None]] | None = None  # drops the others
         self._transfer = transfer
         # the hash of weights that were fetched, until they are proven, and whether they came
         self._fetched = ("", False)
@@ -230,7 +233,8 @@ class VllmEngine:
                 if await self._patch_weights(checkpoint):
                     self.load_note = ""
                 elif not await self._fetch_weights(checkpoint, seconds):
-                    files = {"weights_path": str(checkpoint)}
+                    (of, read), self.copy = self.copy or (checkpoint, checkpoint), None
+                    files = {"weights_path": str(read if of == checkpoint else checkpoint)}
                     reload = {"method": "reload_weights", "kwargs": files}
                     await self._control("/collective_rpc", reload)
                     await self._control("/collective_rpc", {"method": "repack_kept_weights"})
@@ -238,6 +242,8 @@ class VllmEngine:
                 await self._name_weights(checkpoint, version)
         except EngineError as error:
             raise SwapError(f"{self.url} did not load {checkpoint}: {error}") from error
+        if self.keep_copy is not None:
+            await self.keep_copy(checkpoint)
         return seconds
 
     async def take_over(self, checkpoint: Path, version: str) -> None:
@@ -429,6 +435,15 @@ class VllmEngine:
         """Return when the engine core behind the server has answered. Raises EngineError."""
         async with self._http.answer("GET", "/is_sleeping") as response:
             await response.read()
+
+    async def marks(self) -> dict[str, float]:
+        """Return the points of the process's start, by its host's monotonic clock: see lock.py.
+
+        Empty where the server is another program. Raises EngineError.
+        """
+        async with self._http.answer("GET", START, timeout=5.0) as response:
+            marks = orjson.loads(await response.read())
+            return {name: at for name, at in marks.items() if isinstance(at, float)}
 
     async def prepare(self, checkpoint: Path, version: str) -> None:
         """Prepare a fresh server; call once after each start. It answers after `resume`."""

@@ -12,11 +12,13 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
 import signal
 import socket
+import time
 from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,20 +28,22 @@ from typing import Literal
 
 from cray_agents.errors import EngineError, EngineUnavailable, SetupError
 from cray_agents.paths import host_cache
-from cray_agents.processes import SAFE_IMPORTS, python
+from cray_agents.processes import SAFE_IMPORTS, end_group, python
 from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits
 from cray_agents.runtime.pool.golden_probe import MAX_ADAPTERS, config_of
 from cray_agents.runtime.pool.place import KILLED, LocalPlace
 from cray_agents.runtime.pool.private_folder import PrivateFolder
 from cray_agents.runtime.pool.serving_plan import AUTO
+from cray_agents.runtime.pool.start_phases import StartPhase, seen_phases
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.vllm_http import UNIX, TlsFiles, client_context
+from cray_agents.runtime.pool.weight_copies import WeightCopies
 from cray_agents.runtime.pool.weight_transfer import TransferSettings
 from cray_agents.runtime.registry.deltas import rebuilt_bytes
 from cray_agents.runtime.registry.foreign_model import may_run
 from cray_agents.runtime.scheduler.gpu_placement import VISIBLE
-from cray_agents.runtime.scheduler.sampler import HardwareSampler
+from cray_agents.runtime.scheduler.sampler import HardwareSampler, free_memory
 from cray_agents.runtime.vllm_plugins.wire import SOCKET, VARIABLE
 
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL
@@ -63,6 +67,8 @@ NGRAM = "ngram"  # as `speculative`: guesses from the request's own text, withou
 _QUANTIZES = ("--quantization", "-q", "--kv-cache-dtype")
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of vLLM's --max-lora-rank
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class EngineSettings:
@@ -74,8 +80,9 @@ class EngineSettings:
     without a byte of an answer. `kv_cache_gib`: on CPU only. `max_lora_rank`: largest rank of an
     adapter beside the weights; 0: no adapters. `sleeps`: jobs train on the same GPU by turns.
     `transfer`: how weights come from a training session; None: in files. `kv_tier`: the folder of
-    the KV tier, its quota and its memory on the host in GiB. `program`: starts the
-    server, in place of this Python with vllm_plugins/server.py, with the same arguments.
+    the KV tier, its quota and its memory on the host in GiB. `scratch`: the folder
+    of its host for copies of weights (weight_copies.py). `program`: starts the server, in place of
+    this Python with vllm_plugins/server.py, with the same arguments.
     """
 
     max_model_len: int = 1024
@@ -100,6 +107,7 @@ class EngineSettings:
     kv_tier: Path | None = None
     kv_tier_gib: float = 100
     kv_tier_memory_gib: float = 2
+    scratch: Path | None = None
     program: tuple[str, ...] = ()
 
     @property
@@ -166,6 +174,7 @@ class VllmHost:
         """`name`: of the replica, in errors."""
         self._name = name
         self.settings = settings
+        self._why_no_copy = ""
 
     @property
     def engine(self) -> VllmEngine:
@@ -182,6 +191,19 @@ class VllmHost:
     @lora_rank.setter
     def lora_rank(self, rank: int) -> None:
         self.settings = replace(self.settings, max_lora_rank=rank)
+
+    async def copy(self, checkpoint: Path) -> tuple[Path, str]:
+        """Copy a checkpoint; return where to read it, and why there is no copy, or ""."""
+        raise NotImplementedError
+
+    async def stage(self, checkpoint: Path) -> None:
+        """Let the next load read a copy. Why there is none is said when it is news."""
+        copy, why = await self.copy(checkpoint)
+        if why not in ("", self._why_no_copy):
+            log.warning("%s reads weights from the shared root: %s", self._name, why)
+        self._why_no_copy = why
+        if self._engine is not None:
+            self._engine.copy = (checkpoint, copy)
 
     async def check_alive(self) -> None:
         """Return when the engine core has answered: see `EngineProcess`."""
@@ -216,9 +238,11 @@ class VllmProcess(VllmHost, LocalPlace):
         self.tls = tls
         self.share = NodeShare()
         self.shielded = False
+        self.copies = WeightCopies(settings.scratch)
         self.server: VllmEngine | None = None
         self.pid: int | None = None
         self.port: int | None = None
+        self.phases: dict[StartPhase, float] = {}
         self._listener: socket.socket | None = None  # bound; the server alone listens
         self._folder: PrivateFolder | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -234,14 +258,26 @@ class VllmProcess(VllmHost, LocalPlace):
         Raises EngineUnavailable with the tail of the log if it dies or takes too long.
         """
         await self.stop()
+        began, self.phases = time.monotonic(), {}
         self._offset = self.log.stat().st_size if self.log.exists() else 0
+        read = self.copies.find(checkpoint)
         try:
-            await self._launch(checkpoint)
-            await self._wait_until_healthy(checkpoint, self._offset)
+            await self._launch(checkpoint, read)
+            await self._wait_until_healthy(read, self._offset)
             await self.engine.prepare(checkpoint, version)
+            self.phases = await self._seen_phases(began)
         except BaseException:
             await self.stop()
+            await self.copies.keep()  # the next try reads the shared root
             raise
+
+    async def _seen_phases(self, began: float) -> dict[StartPhase, float]:
+        """Return the seconds of a start that has just ended, by phase."""
+        marks: dict[str, float] = {}
+        with contextlib.suppress(EngineError):  # of another program
+            marks = await self.engine.marks()
+        said = await asyncio.to_thread(_read_log, self.log, self._offset)
+        return seen_phases(began, marks, time.monotonic(), said)
 
     def missing_resource(self, checkpoint: Path) -> str:
         """Report missing memory where vLLM computes on the CPU; "" elsewhere."""
@@ -251,14 +287,14 @@ class VllmProcess(VllmHost, LocalPlace):
         tier = 0 if self.settings.kv_tier is None else self.settings.kv_tier_memory_gib
         caches = int((self.settings.kv_cache_gib + tier) * 2**30)
         required = 2 * weights + caches + _VLLM_BYTES
-        free = _free_bytes()
+        free = free_memory()
         if free is None or free >= required:
             return ""
         return f"memory: it needs about {required / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"
 
     def sleep_level(self, checkpoint: Path) -> int:
         """Return 1 if the weights' copy leaves half of the free host memory, else 2."""
-        free = _free_bytes()
+        free = free_memory()
         return 1 if free is None or 2 * rebuilt_bytes(checkpoint) <= free else 2
 
     async def stop(self) -> None:
@@ -282,6 +318,15 @@ class VllmProcess(VllmHost, LocalPlace):
             self._folder = None
         self.pid = self.server = None
 
+    async def copy(self, checkpoint: Path) -> tuple[Path, str]:
+        """Copy a checkpoint to this host: see `VllmHost.copy`."""
+        return await self.copies.make(checkpoint)
+
+    async def release(self, *, drain: bool = False) -> None:
+        """End the server, and drop all copies."""
+        await self.stop()
+        await self.copies.close()
+
     async def wait_until_dead(self) -> None:
         """Return when the server has ended and `stop` was not called."""
         await self._ended.wait()
@@ -293,7 +338,7 @@ class VllmProcess(VllmHost, LocalPlace):
         code = self._process.returncode if self._process is not None else None
         return f"{KILLED} {signal.Signals(-code).name}" if code and code < 0 else ""
 
-    async def _launch(self, checkpoint: Path) -> None:
+    async def _launch(self, checkpoint: Path, read: Path) -> None:
         self._folder = PrivateFolder()
         # answers contain it, and the version replaces it there: no client may send the same string
         alias = f"{self.model}-{secrets.token_hex(6)}"
@@ -303,7 +348,7 @@ class VllmProcess(VllmHost, LocalPlace):
             signal.SIG_BLOCK, {signal.SIGTERM} if self.shielded else ()
         )  # which the child inherits, and keeps whatever handlers it installs
         try:
-            self._process = await self._spawn(checkpoint, alias, secret, self._folder)
+            self._process = await self._spawn(checkpoint, read, alias, secret, self._folder)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.pid = self._process.pid
@@ -325,10 +370,11 @@ class VllmProcess(VllmHost, LocalPlace):
             transfer=self.settings.transfer,
             tls=None if self.tls is None else client_context(self.tls.ca),
         )
+        self._engine.keep_copy = self.copies.keep
         self._tasks.keep("engine process", partial(self._watch, self._process), self.model)
 
     async def _spawn(
-        self, checkpoint: Path, alias: str, secret: str, folder: PrivateFolder
+        self, checkpoint: Path, read: Path, alias: str, secret: str, folder: PrivateFolder
     ) -> asyncio.subprocess.Process:
         listens: tuple[str, ...] = ("--uds", str(folder.path / _SOCKET))
         handle = ""
@@ -345,7 +391,7 @@ class VllmProcess(VllmHost, LocalPlace):
             variables["GLOO_SOCKET_IFNAME"] = "lo"  # gloo knows no passwords
         with self.log.open("ab") as log:
             return await asyncio.create_subprocess_exec(
-                *command(checkpoint, (alias, self.model), self.settings, words, self.share),
+                *command(checkpoint, (alias, self.model), self.settings, words, self.share, read),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -383,10 +429,11 @@ def command(
     settings: EngineSettings,
     listens: tuple[str, ...] = (),
     share: NodeShare = NodeShare(),
+    read: Path | None = None,
 ) -> list[str]:
     """Return the command line of a replica's process. Answers carry the first of its names.
 
-    `listens`: vLLM's flags that say where and how it listens.
+    `listens`: vLLM's flags that say where and how it listens. `read`: the checkpoint's copy.
     """
     dtype = settings.dtype
     if dtype == "auto" and not has_gpu_build():
@@ -394,7 +441,7 @@ def command(
     server = python("-m", "cray_agents.runtime.vllm_plugins.server")
     return [
         *(*(settings.program or server), str(os.getpid())),
-        *("--model", str(checkpoint), "--served-model-name", *names),
+        *("--model", str(read or checkpoint), "--served-model-name", *names),
         *listens,
         *("--dtype", dtype, "--max-model-len", str(settings.max_model_len or "auto")),
         *("--max-num-seqs", str(settings.max_num_seqs)),
@@ -522,16 +569,6 @@ def environment(settings: EngineSettings, devices: str | None = None) -> dict[st
     )
 
 
-def _free_bytes() -> int | None:
-    """Return this host's available memory; None where it is unknown."""
-    try:
-        meminfo = Path("/proc/meminfo").read_text()
-    except OSError:
-        return None
-    match = re.search(r"^MemAvailable:\s*(\d+) kB", meminfo, re.MULTILINE)
-    return int(match[1]) * 1024 if match else None
-
-
 def bind(address: str) -> socket.socket:
     """Return a socket that has a port of an address. While it is open no other socket gets it."""
     listener = socket.socket()  # without SO_REUSEADDR, by which others might share it
@@ -543,25 +580,18 @@ def bind(address: str) -> socket.socket:
     return listener
 
 
-async def end_group(process: asyncio.subprocess.Process) -> None:
-    """Send SIGKILL to a process group, and wait until it is gone."""
-    for _ in range(100):
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            break
-        await asyncio.sleep(0.05)
-    await process.wait()
-
-
 def _fatal_exception(log: Path, offset: int) -> str:
     """Find the exception that ended vLLM's engine, in its log from an offset on; "" if none."""
-    with log.open("rb") as lines:
-        lines.seek(offset)
-        text = lines.read(_MOST_LOG_BYTES).decode(errors="replace")
+    text = _read_log(log, offset)
     fatal = _FATAL.search(text)
     cause = _EXCEPTION.search(text, fatal.end()) if fatal else None  # the first one is the cause
     return cause[1].strip()[:_LONGEST_REASON] if cause else ""
+
+
+def _read_log(log: Path, offset: int) -> str:
+    with log.open("rb") as lines:
+        lines.seek(offset)
+        return lines.read(_MOST_LOG_BYTES).decode(errors="replace")
 
 
 def _tail(log: Path, offset: int) -> str:

@@ -256,9 +256,9 @@ class Scaler:
             return actions
         count = min(view.serving, view.replicas - keep)
         why = f"at most {keep} were needed for {rule.calm:g} s"
-        for level, (asleep, places) in enumerate(
-            zip(view.asleep, (rule.warm, rule.cold), strict=True), 1
-        ):
+        light, deep = view.asleep
+        light += max(0, deep - rule.cold)  # they found no memory for level 1, and have its places
+        for level, (asleep, places) in enumerate(((light, rule.warm), (deep, rule.cold)), 1):
             if (some := min(count, places - asleep)) > 0:
                 actions.append(ScalingAction("sleep", rule.name, some, level, why))
                 count -= some

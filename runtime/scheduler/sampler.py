@@ -16,6 +16,7 @@ folder LOG.d beside its log. views/job_hardware.py reads the files.
 """
 
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -226,8 +227,35 @@ def _cpu_seconds(pid: int) -> float | None:
 
 
 def _memory() -> dict[str, float]:
-    """Return the memory that processes of this host could still get."""
-    for line in text_of(Path("/proc/meminfo")).splitlines():
+    free = free_memory()
+    return {} if free is None else {"host.memory_available_bytes": free}
+
+
+def memory_of_job(root: Path = Path("/")) -> int | None:
+    """Return what the cgroups of this process leave of `free_memory`; None where it is unknown.
+
+    `root`: of the files of the system.
+    """
+    free = free_memory(root)
+    for line in text_of(root / "proc/self/cgroup").splitlines():
+        _, kind, path = line.split(":", 2)
+        if free is None or kind not in ("", "memory"):
+            continue
+        names = ("limit_in_bytes", "usage_in_bytes") if kind else ("max", "current")
+        group = root / "sys/fs/cgroup" / kind / path.lstrip("/")
+        for folder in (group, *group.parents):
+            limit, used = (text_of(folder / f"memory.{name}").strip() for name in names)
+            if limit.isdecimal() and used.isdecimal():
+                stat = text_of(folder / "memory.stat")  # files that were read count as used
+                cached = re.search(r"^(?:total_)?inactive_file (\d+)$", stat, re.MULTILINE)
+                left = int(limit) - int(used) + (int(cached[1]) if cached else 0)
+                free = min(free, max(0, left))
+    return free
+
+
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Return the bytes that processes of this host could still get; None where it is unknown."""
+    for line in text_of(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
-            return {"host.memory_available_bytes": int(line.split()[1]) * 1024}
-    return {}
+            return int(line.split()[1]) * 1024
+    return None

@@ -178,7 +178,7 @@ def replica_families(replicas: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
     """
     info: dict[tuple[str, ...], float] = {}
     flight, busy, restarts = dict(info), dict(info), dict(info)
-    probe, passed, phases = dict(info), dict(info), dict(info)
+    probe, passed, phases, starts = dict(info), dict(info), dict(info), dict(info)
     for number, replica in enumerate(replicas):
         place = (str(number), str(replica.get("host") or ""))
         version = str(replica.get("version") or ", ".join(replica.get("versions") or ()))
@@ -187,6 +187,8 @@ def replica_families(replicas: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
         if "busy_seconds" in replica:
             busy[place] = replica["busy_seconds"]
             restarts[place] = replica.get("restarts") or 0
+        if begun := replica.get("last_start"):
+            starts |= {(*place, phase): took for phase, took in begun["seconds"].items()}
         if report := replica.get("probe"):
             proved = (*place, report["version"])
             for kind in ("max", "mean", "p99"):
@@ -206,6 +208,8 @@ def replica_families(replicas: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
     yield family("cray_probe_passed", "1 if the last logprob check passed", passed, *BY, "version")
     yield family("cray_replica_change_seconds", "Seconds by phase of the last change of version",
                  phases, *BY, "version", "phase")  # fmt: skip
+    yield family("cray_replica_start_seconds", "Seconds by phase of the last start or awakening",
+                 starts, *BY, "phase")  # fmt: skip
 
 
 TIMEOUT = 5.0  # seconds for a replica to answer

@@ -16,12 +16,13 @@ runtime/pool/replica.py gives the orders.
 import json
 import os
 import secrets
+import time
 from collections import Counter
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cray_agents.runtime.vllm_plugins import proof
+from cray_agents.runtime.vllm_plugins import proof, wire
 from cray_agents.runtime.vllm_plugins.wire import CLOSED, EXPECT, GUARD, HEADER, VARIABLE
 
 _REFUSAL = {"error": {"message": "only the platform that started this server may use it"}}
@@ -83,6 +84,9 @@ class Locked:
         self.app = app
         self._secret = os.environ[VARIABLE].encode()
         self._guard = VersionGuard()
+        # seconds of the host's monotonic clock; the engine is ready when its server is built
+        marks = json.loads(os.environ.get(wire.MARKS, "{}"))
+        self._marks: dict[str, float] = {**marks, "built": time.monotonic()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -99,6 +103,8 @@ class Locked:
                 await _answer(send, 403, _REFUSAL)
         elif scope["type"] == "http" and scope["path"] == GUARD:
             await _answer(send, 200, self._guard.follow(json.loads(await _body(receive))))
+        elif scope["type"] == "http" and scope["path"] == wire.START:
+            await _answer(send, 200, self._marks)
         elif (expected := headers.get(EXPECT.encode())) is None:
             await self.app(scope, receive, send)
         else:

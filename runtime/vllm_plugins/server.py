@@ -16,21 +16,29 @@ so no other user's process gets the port. vLLM's sockets and files are for its o
 template_time.py interrupts a chat template that loops, so that only its own request fails.
 """
 
+import importlib
+import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import parent_process
+from types import ModuleType
 from typing import Any
 
-from cray_agents.processes import die_with_parent, exit_at_once, importing_much
+from cray_agents.processes import die_with_parent, exit_at_once, hide, importing_much
 from cray_agents.runtime.vllm_plugins.template_time import limit_all_templates
-from cray_agents.runtime.vllm_plugins.wire import SOCKET
+from cray_agents.runtime.vllm_plugins.wire import MARKS, SOCKET
+
+#: Packages that vLLM imports, by the flags without which it does not use them on CPUs.
+_UNUSED = {"--otlp": "opentelemetry", "--trust-remote-code": "accelerate"}
 
 
 def main() -> None:
     """Serve until a signal ends it. `argv[1]` is the parent's pid; vLLM gets the rest."""
+    began = time.monotonic()
     die_with_parent(int(sys.argv.pop(1)))
     os.umask(0o077)
     pid = os.getpid()
@@ -40,15 +48,22 @@ def main() -> None:
         from uvicorn.config import HTTP_PROTOCOLS
 
         if os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == "fork":
+            _postpone_inductor()
+            hide(*(name for flag, name in _UNUSED.items() if flag not in " ".join(sys.argv)))
             from vllm import envs
 
             envs.enable_envs_cache()
+            from vllm.model_executor.models import registry
+
+            # else it starts another process for each kind of model, which imports all anew
+            registry._run_in_subprocess = lambda work: work()
         limit_all_templates()
         _limit_tokenizing()
         # with vLLM's own choice, its bounds of heads have no effect
         HTTP_PROTOCOLS["auto"] = "cray_agents.runtime.vllm_plugins.heads:BoundedHeads"
         from vllm.entrypoints.launchers.api_server.entry import main as serve
 
+    os.environ[MARKS] = json.dumps({"begun": began, "imported": time.monotonic()})
     if handle := os.environ.get(SOCKET):  # a bound one; --port alone would be refused: it is taken
         from vllm.entrypoints.launchers import launcher
 
@@ -57,6 +72,22 @@ def main() -> None:
         _serve_headless()
     else:
         serve()
+
+
+def _postpone_inductor() -> None:
+    """Let vLLM's patches of Inductor be imported when they are asked for: a sixth of its import.
+
+    Our `TORCHDYNAMO_DISABLE` lets nothing be compiled on CPUs.
+    """
+
+    class Postponed(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):  # what looks through all modules does not ask for it
+                raise AttributeError(name)
+            sys.modules.pop(self.__name__)
+            return getattr(importlib.import_module(self.__name__), name)
+
+    sys.modules.setdefault("vllm.env_override", Postponed("vllm.env_override"))
 
 
 def _limit_tokenizing() -> None:

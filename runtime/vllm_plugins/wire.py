@@ -8,6 +8,7 @@ other one.
 # ---- variables of the server's environment
 VARIABLE = "CRAY_AGENTS_REPLICA_SECRET"  # the secret that each request must bring
 SOCKET = "CRAY_AGENTS_REPLICA_SOCKET"  # the handle of the socket to listen at
+MARKS = "CRAY_AGENTS_REPLICA_MARKS"  # of server.py for lock.py: what START answers, as JSON
 
 # ---- headers of requests
 HEADER = "x-cray-secret"
@@ -23,6 +24,7 @@ CLOSED = "VersionClosed"  # type of the error for a version that is not admitted
 
 # ---- routes
 GUARD = "/cray/guard"  # takes the controller's orders
+START = "/cray/start"  # tells when the process had begun, imported, and built its application
 ABORT = "/cray/abort/"  # + name: ends a request as if its client had left, but still answers it
 
 # ---- the KV tier: kv_tier.py

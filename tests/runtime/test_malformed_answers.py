@@ -124,6 +124,7 @@ ROUTES: dict[str, Callable[[VllmEngine, Path], Awaitable[Any]]] = {
     "load": lambda engine, model: engine.load(model, "m@1"),
     "take over": lambda engine, model: engine.take_over(model, "m@1"),
     "prepare": lambda engine, model: engine.prepare(model, "m@1"),
+    "marks": lambda engine, model: engine.marks(),
     "admit": lambda engine, model: engine.admit("m@1"),
     "refuse": lambda engine, model: engine.refuse(),
     "resume": lambda engine, model: engine.resume(),

@@ -56,6 +56,13 @@ def test_a_first_request_starts_a_replica_and_the_last_one_goes_when_none_comes(
     assert names(scaler.decide(seen(221, serving=1))) == [("end", "chat", 1)]
 
 
+def test_those_that_had_to_sleep_deeper_take_the_places_of_the_others() -> None:
+    scaler = Scaler(ScalingRules(replace(CHAT, warm=2, least=1)))
+    assert scaler.decide(seen(0, serving=4)) == []
+    slept = scaler.decide(seen(100, serving=4, asleep=(0, 1)))  # type: ignore[arg-type]
+    assert names(slept) == [("sleep", "chat", 1), ("end", "chat", 2)]
+
+
 def test_sleeping_replicas_wake_before_others_start() -> None:
     rule = replace(CHAT, warm=2, cold=1)
     scaler = Scaler(ScalingRules(rule))

@@ -9,7 +9,7 @@ import stat
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import pytest_asyncio
@@ -20,6 +20,7 @@ from cray_agents.ports import EngineCall
 from cray_agents.processes import alive
 from cray_agents.records import DeltaOf, new_id
 from cray_agents.runtime.pool.pool import Pool
+from cray_agents.runtime.pool.start_phases import StartPhase
 from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
 from cray_agents.runtime.registry.checkpoints import MANIFEST
 from cray_agents.runtime.registry.deltas import Parent, Shadows
@@ -82,6 +83,12 @@ async def serving(
     await pool.start(models["m@1"], "m@1", golden_probe(models["m@1"]))
     yield Serving(pool, models)
     await pool.stop()
+
+
+async def test_the_seconds_of_a_start_are_told_by_phase(serving: Serving) -> None:
+    seconds = serving.pool.status()[0]["last_start"]["seconds"]
+    assert seconds.keys() == {*get_args(StartPhase), "first_token"} - {"place"}
+    assert min(seconds.values()) >= 0 and seconds["first_token"] > 0
 
 
 async def test_nobody_without_the_secret_is_answered(serving: Serving) -> None:

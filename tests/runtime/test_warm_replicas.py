@@ -46,6 +46,9 @@ async def test_a_replica_that_slept_is_woken_and_proven(tmp_path: Path, level: i
         assert (host.starts, host.stops, host.engine.asleep) == (1, 0, 0)
         assert host.engine.loaded == ["m@1"] * level  # at level 2 the weights were gone
         assert [each["probe"] for each in pool.status()] != before  # a proof of its own
+        started = [set(each["seconds"]) for each in of(pool, "last_start")]
+        assert {"wake", "first_token", *["load"] * (level == 2)} in started
+        assert {"first_token"} in started  # no more is seen of an engine in this process
         assert of(pool, "restarts") == of(pool, "asleep") == [0, 0]
 
 
@@ -104,14 +107,17 @@ async def test_a_slurm_replica_sleeps_in_its_job(tmp_path: Path) -> None:
         await pool.start(checkpoint(tmp_path, 1), "m@1", probe(1))
         await until(both_serve(pool))
         jobs = site.jobs()
+        for start in of(pool, "last_start"):  # the scripted server's marks lack its beginning
+            assert start["seconds"].keys() == {"place", "engine", "port", "first_token"}
+            assert start["seconds"]["engine"] == 2.5
 
         async def sleep() -> int:
             assert pool.give_back(sleep=True)
-            await until(lambda: 2 in of(pool, "asleep"))
-            return of(pool, "asleep").index(2)
+            await until(lambda: 1 in of(pool, "asleep"))  # the node's memory holds the weights
+            return of(pool, "asleep").index(1)
 
         number = await sleep()
-        await until(lambda: site.lease(number).asleep == 2 and not site.lease(number).version)
+        await until(lambda: site.lease(number).asleep == 1 and not site.lease(number).version)
         assert site.jobs() == jobs and await slurm_pool.ask(pool, lambda: "m@1") == "m@1: hello"
         await pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2))
         pids = of(pool, "pid")

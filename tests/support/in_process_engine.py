@@ -5,6 +5,7 @@ from pathlib import Path
 
 from cray_agents.ports import Engine
 from cray_agents.runtime.pool.place import LocalPlace
+from cray_agents.runtime.pool.start_phases import StartPhase
 
 
 class InProcessEngine(LocalPlace):
@@ -16,6 +17,7 @@ class InProcessEngine(LocalPlace):
     def __init__(self, engine: Engine, lora_rank: int = 0) -> None:
         self.engine = engine
         self.lora_rank = lora_rank
+        self.phases: dict[StartPhase, float] = {}
 
     async def start(self, checkpoint: Path, version: str) -> None:
         await self.engine.load(checkpoint, version)

@@ -33,6 +33,7 @@ from cray_agents.runtime.vllm_plugins.wire import (
     HEADER,
     PROBE,
     SOCKET,
+    START,
     VARIABLE,
     VERSION,
 )
@@ -82,6 +83,8 @@ class ScriptedServer:
         match request.path:
             case path if path == GUARD:
                 return web.json_response(self.guard.follow(body))
+            case path if path == START:
+                return web.json_response({"imported": 1.0, "built": 3.5})
             case "/v1/models":
                 return web.json_response({"data": [{"id": self.names[0], "root": self.root}]})
             case "/collective_rpc":

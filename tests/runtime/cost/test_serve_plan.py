@@ -3,7 +3,9 @@
 import asyncio
 import json
 import random
+from functools import partial
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -20,8 +22,9 @@ from cray_agents.runtime.accounting.serve_plan import (
     plan_load,
 )
 from cray_agents.runtime.store import Store
-from tests.support.command_line import cli, refused
+from tests.support.command_line import claimed, cli, refused
 from tests.support.costly_root import T
+from tests.support.scripted_gateway import served
 
 READ, STEP, BESIDE = 0.0002, 0.004, 0.001  # seconds, as in serve_plan.py
 PRICES = PriceSettings(gpu_hour={"h100": 3.6})
@@ -138,3 +141,24 @@ def test_the_command_and_what_it_refuses(root: Home, tmp_path: Path) -> None:
     refused(cli(*words, *load, "--since", "1h", cwd=tmp_path), "0 answered calls of 'm'")
     words[3] = "other"
     refused(cli(*words, *load, cwd=tmp_path), "'other'", "put a load like yours on it")
+
+
+async def test_the_reading_of_weights_beside_what_was_measured(tmp_path: Path) -> None:
+    words = ("plan", "start", "--storage", 2, "--model")
+
+    async def plan(*more: object) -> CompletedProcess[str]:
+        return await asyncio.to_thread(partial(cli, *words, *more, cwd=tmp_path))
+
+    shown = (await plan("7B")).stdout
+    assert "14 GB in bfloat16" in shown and "7 s at 2 GB/s" in shown and "measured" not in shown
+    refused(await plan("7B", "--storage", 0), "--storage 0 must be above 0")
+    refused(await plan("missing"), "missing")
+    (tmp_path / "model.safetensors").write_bytes(bytes(3_000_000))
+    async with served(tmp_path / "home") as gateway:
+        home = gateway.services.home
+        with claimed(home, gateway.url):
+            told = json.loads((await plan(tmp_path, "--json", "--home", home.root)).stdout)
+            assert (told["weights"], told["read_seconds"], told["measured"]) == (3e6, 0.0015, [])
+            assert "measured" not in (await plan("10M", "--home", home.root)).stdout
+            shown = (await plan("calc", "--home", home.root)).stdout
+            assert "measured seconds of the last start" in shown and "first_token" in shown

@@ -25,7 +25,7 @@ from cray_agents.runtime.accounting.ledger import read_ledger
 from cray_agents.runtime.disk import checksums, journal
 from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
 from cray_agents.runtime.scheduler.nvml import describe_gpus, nvml, read_joules, read_load
-from cray_agents.runtime.scheduler.sampler import HardwareSampler
+from cray_agents.runtime.scheduler.sampler import HardwareSampler, memory_of_job
 from cray_agents.runtime.scheduler.slurm_reports import NO_ACCOUNT, parse_usage, read_usage
 from cray_agents.runtime.views.job_hardware import job_hardware, pool_hardware
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus
@@ -405,3 +405,28 @@ def test_slurms_account_is_read_where_there_is_one() -> None:
 def test_without_accounting_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_CONF", "/nowhere")
     assert read_usage("1", "job-a").why_unknown == NO_ACCOUNT
+
+
+@pytest.mark.parametrize(("kind", "names"), [
+    ("", ("max", "current", "")),
+    ("memory", ("limit_in_bytes", "usage_in_bytes", "total_")),
+])  # fmt: skip
+def test_a_job_has_the_memory_that_its_cgroups_leave(
+    tmp_path: Path, kind: str, names: tuple[str, str, str]
+) -> None:
+    """Pages of files count as used there, and are given up when others need them."""
+    limit, used, prefix = names
+    job = tmp_path / "sys/fs/cgroup" / kind / "slurm/job_7"
+    for folder, most in ((job, "10000"), (job / "step_0", "max" if not kind else str(2**63 - 1))):
+        folder.mkdir(parents=True)
+        (folder / f"memory.{limit}").write_text(f"{most}\n")
+        (folder / f"memory.{used}").write_text("7000\n")
+        (folder / "memory.stat").write_text(f"anon 4000\n{prefix}inactive_file 3000\n")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    own = tmp_path / "proc/self/cgroup"
+    own.write_text(f"12:cpu:/\n3:{kind}:/slurm/job_7/step_0\n")
+    assert memory_of_job(tmp_path) is None
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 99 kB\nMemAvailable:   50 kB\n")
+    assert memory_of_job(tmp_path) == 6000
+    own.write_text("12:cpu:/slurm/job_7\n")
+    assert memory_of_job(tmp_path) == 50 * 1024

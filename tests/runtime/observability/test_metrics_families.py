@@ -1,11 +1,13 @@
 """The families of /metrics and /metrics/engines."""
 
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
 from prometheus_client.exposition import generate_latest
 
+from cray_agents.cli.platform import start_rows
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.gateway.http.api_keys import Keys
@@ -49,6 +51,18 @@ def test_engines_metrics_get_labels_and_each_family_stands_once() -> None:
     assert "vllm:ttft_seconds_created" not in found
     up = {labels[1]: value for labels, value in found["cray_engine_up"].items()}
     assert up == {"0": 1, "1": 1, "2": 0, "3": 0}
+
+
+def test_a_start_has_a_sample_for_each_phase_that_was_seen() -> None:
+    started: list[dict[str, Any]] = [
+        {"host": "h", "last_start": {"time": 1.0, "seconds": {"spawn": 0.5, "first_token": 2.0}}},
+        {"host": "h", "last_start": None},
+    ]
+    families = {family.name: family for family in call_metrics.replica_families(started)}
+    samples = families["cray_replica_start_seconds"].samples
+    found = {(one.labels["replica"], one.labels["phase"]): one.value for one in samples}
+    assert found == {("0", "spawn"): 0.5, ("0", "first_token"): 2.0}
+    assert start_rows(started) == [{"replica": 0, "all": 2.5, "spawn": 0.5, "first_token": 2.0}]
 
 
 def test_no_caller_makes_series_at_will(monkeypatch: pytest.MonkeyPatch) -> None:
