@@ -49,7 +49,8 @@ class Iteration(Record):
       names the kinds. `remarks` are warnings about these: see loop/loop.py.
     - `prompt` is the hash of the candidate's prompt, if one was learned; `trials` counts the runs
       by which it was found.
-    - `stopped` says why the loop ended itself with this iteration.
+    - `stopped` says why the loop ended itself with this iteration. `target` is the held-out success
+      at which it does, `control` what makes it a control, if it is one.
     """
 
     iteration: int
@@ -105,6 +106,8 @@ class Iteration(Record):
     failed_pairs: int = 0
     note: str = ""
     stopped: str | None = None
+    target: float | None = None
+    control: str | None = None
 
 
 @dataclass(frozen=True)

@@ -495,6 +495,18 @@ class LogprobDistance(Record):
     sequences_above: float | None = None
 
 
+class WorstToken(Record):
+    """The token whose log-probabilities differ most: that at `place` (from 0) of a run's sample.
+
+    `ours` is the trainer's, `theirs` the engine's, in nats; None where one was not finite.
+    """
+
+    run_id: str
+    place: int
+    ours: float | None = None
+    theirs: float | None = None
+
+
 class DeltaOf(Record):
     """The checkpoint that a delta checkpoint changes, and its files of changes: name -> sha256."""
 

@@ -28,7 +28,7 @@ const FIGURES: [name: "samples" | "tokens" | "trained_tokens" | "accepted_runs" 
   ["samples", "samples"],
   ["tokens", "tokens"],
   ["trained_tokens", "trained tokens"],
-  ["accepted_runs", "runs taken"],
+  ["accepted_runs", "accepted runs"],
   ["considered_runs", "runs considered"],
 ];
 

@@ -3,6 +3,7 @@ import { useState } from "preact/hooks";
 import { Action } from "../components/action";
 import { CopyAs, quoted } from "../components/copy_as";
 import { Download } from "../components/download";
+import { Facts } from "../components/facts";
 import { ScreenLink } from "../components/screen_link";
 import { Empty, Failure, Loaded, NotShown } from "../components/states";
 import { address, get, post } from "../lib/api";
@@ -141,7 +142,7 @@ function One({ id }: { id: string }) {
             <NotShown count={(data.errors?.data.length ?? 0) - 5} what="errors" />
             <div class="cards">
               <Progress batch={data} />
-              <Facts batch={data} />
+              <About batch={data} />
               {GOES_ON.includes(data.status) && <Queue />}
             </div>
             <section class="card wide">
@@ -188,20 +189,14 @@ function Progress({ batch }: { batch: Entry }) {
           <div class="bar" role="progressbar" aria-label="lines done" aria-valuemin={0} aria-valuemax={total} aria-valuenow={done}>
             <span style={{ width: `${(100 * done) / Math.max(total, 1)}%` }} />
           </div>
-          <dl class="facts" style={{ marginTop: "0.6rem" }}>
-            <dt>answered</dt>
-            <dd>{number(completed)}</dd>
-            <dt>failed</dt>
-            <dd class={failed ? "error-text" : ""}>{number(failed)}</dd>
-            <dt>speed</dt>
-            <dd>{speed !== null ? `${number(speed)} lines/s` : goesOn ? "not known yet" : "all in less than a second"}</dd>
-            {goesOn && (
-              <>
-                <dt>left</dt>
-                <dd>{speed === null ? "not known yet" : `about ${seconds((total - done) / speed)}`}</dd>
-              </>
-            )}
-          </dl>
+          <Facts
+            of={[
+              ["answered", number(completed)],
+              ["failed", <span class={failed ? "error-text" : ""}>{number(failed)}</span>],
+              ["speed", speed !== null ? `${number(speed)} lines/s` : goesOn ? "not known yet" : "all in less than a second"],
+              ["left", goesOn && (speed === null ? "not known yet" : `about ${seconds((total - done) / speed)}`)],
+            ]}
+          />
         </>
       ) : (
         <Empty>{batch.status === "failed" ? "No line was sent: the input has errors." : "The input is being checked."}</Empty>
@@ -210,33 +205,27 @@ function Progress({ batch }: { batch: Entry }) {
   );
 }
 
-function Facts({ batch }: { batch: Entry }) {
+function About({ batch }: { batch: Entry }) {
   const { usage } = batch;
   return (
     <section class="card">
       <h2>What it is</h2>
-      <dl class="facts">
-        <dt>model</dt>
-        <dd>{batch.model ? oneLine(batch.model, 80) : "lines name several, or none yet"}</dd>
-        <dt>asks</dt>
-        <dd class="mono">{batch.endpoint}</dd>
-        <dt>tokens</dt>
-        <dd>
-          {usage ? `${compact(usage.input_tokens)} in (${compact(usage.input_tokens_details.cached_tokens)} cached), ${compact(usage.output_tokens)} out` : "none yet"}
-        </dd>
-        <dt>sent</dt>
-        <dd>{time(batch.created_at)}</dd>
-        <dt>{batch.completed_at ? "completed" : "must end by"}</dt>
-        <dd>{time(batch.completed_at ?? batch.expires_at)}</dd>
-        <dt>input</dt>
-        <dd class="mono">{oneLine(batch.input_file_id, 60)}</dd>
-        {Object.entries(batch.metadata ?? {}).map(([name, value]) => (
-          <>
-            <dt key={name}>{oneLine(name, 40)}</dt>
-            <dd>{oneLine(value, 200)}</dd>
-          </>
-        ))}
-      </dl>
+      <Facts
+        of={[
+          ["model", batch.model ? oneLine(batch.model, 80) : "lines name several, or none yet"],
+          ["asks", <span class="mono">{batch.endpoint}</span>],
+          [
+            "tokens",
+            usage
+              ? `${compact(usage.input_tokens)} in (${compact(usage.input_tokens_details.cached_tokens)} cached), ${compact(usage.output_tokens)} out`
+              : "none yet",
+          ],
+          ["sent", time(batch.created_at)],
+          [batch.completed_at ? "completed" : "must end by", time(batch.completed_at ?? batch.expires_at)],
+          ["input", <span class="mono">{oneLine(batch.input_file_id, 60)}</span>],
+          ...Object.entries(batch.metadata ?? {}).map(([name, value]): [string, string] => [oneLine(name, 40), oneLine(value, 200)]),
+        ]}
+      />
     </section>
   );
 }
@@ -248,16 +237,13 @@ function Queue() {
       <h2>Queue</h2>
       <Loaded of={queue}>
         {({ batch, interactive }) => (
-          <dl class="facts">
-            <dt>lines at the engines</dt>
-            <dd>{number(batch.inside)}</dd>
-            <dt>lines waiting</dt>
-            <dd>{number(batch.waiting)}</dd>
-            <dt>people's requests</dt>
-            <dd>
-              {number(interactive.inside)} at the engines, {number(interactive.waiting)} waiting; they come first
-            </dd>
-          </dl>
+          <Facts
+            of={[
+              ["lines at the engines", number(batch.inside)],
+              ["lines waiting", number(batch.waiting)],
+              ["people's requests", `${number(interactive.inside)} at the engines, ${number(interactive.waiting)} waiting; they come first`],
+            ]}
+          />
         )}
       </Loaded>
     </section>

@@ -4,6 +4,7 @@ import { Chart } from "../components/chart";
 import { DecisionChip, Version } from "../components/chips";
 import { CopyAs } from "../components/copy_as";
 import { Download } from "../components/download";
+import { Facts } from "../components/facts";
 import { Funnel } from "../components/funnel";
 import { ScreenLink } from "../components/screen_link";
 import { Empty, Failure, Loaded } from "../components/states";
@@ -101,90 +102,43 @@ function DecisionCard({ detail }: { detail: Detail }) {
   return (
     <section class="card">
       <h2>Decision</h2>
-      <dl class="facts">
-        <dt>{compared(detail) ? "candidate" : "version"}</dt>
-        <dd>
-          <Version id={record.version} />
-        </dd>
-        {incumbent && (
-          <>
-            <dt>against</dt>
-            <dd>
-              <Version id={incumbent} />
-            </dd>
-          </>
-        )}
-        <dt>held out</dt>
-        <dd>
-          {record.holdout_tasks ? `${percent(record.holdout_success)} of ${number(record.holdout_tasks)} tasks` : "not evaluated"}
-        </dd>
-        {!!record.test_tasks && (
-          <>
-            <dt>test</dt>
-            <dd>
-              {percent(record.test_success)} of {number(record.test_tasks)} tasks, by {oneLine(record.test_version ?? "", 60)}
-            </dd>
-          </>
-        )}
-        {numbers && (
-          <>
-            <dt>difference</dt>
-            <dd>
-              {signed(numbers.difference)} ± {number(numbers.error)}
-            </dd>
-          </>
-        )}
-        {compared(detail) && (
-          <>
-            <dt>pairs</dt>
-            <dd>
-              {number(record.wins)} won, {number(record.losses)} lost, {number(record.ties)} even
-              {numbers && `, of at most ${number(numbers.planned)}`}
-            </dd>
-            <dt>evidence</dt>
-            <dd>
-              {number(record.evidence)}
-              {numbers && ` of ${number(numbers.limit)}`}
-            </dd>
-            <dt>incomplete</dt>
-            <dd>
-              {gaps.some(Boolean)
+      <Facts
+        of={[
+          [compared(detail) ? "candidate" : "version", <Version id={record.version} />],
+          ["against", incumbent && <Version id={incumbent} />],
+          ["held-out", record.holdout_tasks ? `${percent(record.holdout_success)} of ${number(record.holdout_tasks)} tasks` : "not evaluated"],
+          [
+            "test",
+            !!record.test_tasks &&
+              `${percent(record.test_success)} of ${number(record.test_tasks)} tasks, by ${oneLine(record.test_version ?? "", 60)}`,
+          ],
+          ["difference", numbers && `${signed(numbers.difference)} ± ${number(numbers.error)}`],
+          [
+            "pairs",
+            compared(detail) &&
+              `${number(record.wins)} won, ${number(record.losses)} lost, ${number(record.ties)} even${numbers ? `, of at most ${number(numbers.planned)}` : ""}`,
+          ],
+          ["evidence", compared(detail) && `${number(record.evidence)}${numbers ? ` of ${number(numbers.limit)}` : ""}`],
+          [
+            "incomplete",
+            compared(detail) &&
+              (gaps.some(Boolean)
                 ? `${number(gaps[0])} unscored (count as the worst), ${number(gaps[1])} without the incumbent's reward, ${number(gaps[2])} failed by the infrastructure`
-                : "none"}
-            </dd>
-          </>
-        )}
-        <dt>probe</dt>
-        <dd>
-          {record.probe_max_logprob_diff === null || record.probe_max_logprob_diff === undefined
-            ? "not measured"
-            : `${number(record.probe_max_logprob_diff)} nats at most between trainer and engine`}
-        </dd>
-        {decision && (
-          <>
-            <dt>by</dt>
-            <dd>{oneLine(decision.who, 100)}</dd>
-            <dt>at</dt>
-            <dd>{time(decision.time)}</dd>
-          </>
-        )}
-        <dt>why</dt>
-        <dd>{oneLine(decision?.reason || record.note || whyNot(detail), 600)}</dd>
-        {record.stopped && (
-          <>
-            <dt>the loop ended</dt>
-            <dd>{oneLine(record.stopped, 300)}</dd>
-          </>
-        )}
-        {record.job && (
-          <>
-            <dt>job</dt>
-            <dd>
-              <ScreenLink to={["job", record.job]}>{oneLine(record.job, 60)}</ScreenLink>
-            </dd>
-          </>
-        )}
-      </dl>
+                : "none"),
+          ],
+          [
+            "logprob check",
+            record.probe_max_logprob_diff == null
+              ? "not measured"
+              : `${number(record.probe_max_logprob_diff)} nats at most between trainer and engine`,
+          ],
+          ["by", decision && oneLine(decision.who, 100)],
+          ["at", decision && time(decision.time)],
+          ["why", oneLine(decision?.reason || record.note || whyNot(detail), 600)],
+          ["the loop ended", record.stopped && oneLine(record.stopped, 300)],
+          ["job", record.job && <ScreenLink to={["job", record.job]}>{oneLine(record.job, 60)}</ScreenLink>],
+        ]}
+      />
     </section>
   );
 }
