@@ -86,7 +86,7 @@ QUESTIONS: dict[str, tuple[list[tuple[str, str, str]], str]] = {
         r"rejected.*why\s+(?!no reason)\S",
     ),
     "Which run failed, and what were its target and answer?": (
-        [("N failed", LINK, r"^\d+ failed$"), ("the run", "a.run-row", r"^\d \+ \d")],
+        [("N failed", LINK, r"^\d+ failed$"), ("the run", "a.run-row", r"^say \d")],
         r"target \d+\s+answer \S",
     ),
     "At which token do trainer and sampler differ most?": (

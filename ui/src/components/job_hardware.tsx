@@ -67,7 +67,7 @@ export function JobHardware(props: { of: Hardware; node: string; choose: (node: 
           .slice(0, MOST_CURVES)
           .map(([name, points]) => (
             <section class="card" key={`${chosen.node} ${name}`}>
-              <Chart title={oneLine(`${chosen.node} ${name}`, 100)} axis="time" clock points={points as Point[]} />
+              <Chart title={oneLine(`${chosen.node} ${name}`, 100)} axis="time" clock show={/bytes/.test(name) ? bytes : undefined} points={points as Point[]} />
             </section>
           ))}
     </>

@@ -212,6 +212,7 @@ function Engines({ loops }: { loops: Resource<Loops> }) {
   const admin = may("admin");
   const queue = useResource((signal) => get("/v1/queue", { signal }), [], ["pool", "run", "batch"]);
   const pool = useResource(async (signal) => (admin ? get("/v1/pool", { signal }) : null), [admin], ["pool", "model"]);
+  const without = pool.data && !pool.data.data.length && !pool.data.spares.length;
   const measured = loops.data?.data.find((loop) => typeof loop.last?.idle_share === "number");
   return (
     <Card title="Are the engines idle?">
@@ -219,7 +220,7 @@ function Engines({ loops }: { loops: Resource<Loops> }) {
         {(data) => {
           if (!data) return null;
           const replicas = [...data.data, ...data.spares] as Replica[];
-          if (!replicas.length) return <Empty>No replica: no model is served.</Empty>;
+          if (without) return <Empty>No replica: no model is served.</Empty>;
           return (
             <ul class="plain">
               {replicas.slice(0, 24).map((replica, n) => (
@@ -235,7 +236,7 @@ function Engines({ loops }: { loops: Resource<Loops> }) {
         }}
       </Loaded>
       <Loaded of={queue}>
-        {(data) => (
+        {(data) => !without && (
           <p>
             {number(data.interactive.inside + data.batch.inside)} requests are at the engines, which take {number(data.capacity)}{" "}
             at once; {number(data.interactive.waiting + data.batch.waiting)} wait. A request takes {seconds(data.mean_seconds)}.
@@ -332,7 +333,7 @@ function Wrong() {
             {data.map((one) => (
               <li key={one.kind + one.message}>
                 <span class={`chip ${one.level === "error" ? "bad" : "fair"}`}>{one.kind.replace(/_/g, " ")}</span>{" "}
-                {oneLine(one.message, 300)}{" "}
+                {oneLine(one.message.replace(/`/g, '"'), 300)}{" "}
                 {one.job && <ScreenLink to={["job", one.job]}>the job</ScreenLink>}
                 {Object.keys(one.query ?? {}).length > 0 && (
                   <ScreenLink to={["runs"]} params={one.query as Record<string, string>}>
