@@ -2,22 +2,36 @@
 import type { ComponentChildren } from "preact";
 import { setParams } from "../lib/route";
 
-export function Table(props: { label: string; heads: readonly string[]; rows: readonly (readonly ComponentChildren[])[] }) {
+export interface TableProps {
+  label: string;
+  /** The name of a column of numbers ends with `#`, which is not shown. */
+  heads: readonly string[];
+  rows: readonly (readonly ComponentChildren[])[];
+  /** The place of the chosen row. */
+  selected?: number;
+}
+
+export function Table({ label, heads, rows, selected }: TableProps) {
+  const classes = heads.map((name) => (name.endsWith("#") ? "number" : ""));
   return (
-    <div class="table-box" tabIndex={0} role="region" aria-label={props.label}>
+    <div class="table-box" tabIndex={0} role="region" aria-label={label}>
       <table>
         <thead>
           <tr>
-            {props.heads.map((name) => (
-              <th key={name}>{name}</th>
+            {heads.map((name, at) => (
+              <th key={at} class={classes[at]}>
+                {name.replace(/#$/, "")}
+              </th>
             ))}
           </tr>
         </thead>
         <tbody>
-          {props.rows.map((cells, n) => (
-            <tr key={n}>
+          {rows.map((cells, n) => (
+            <tr key={n} class={n === selected ? "selected" : ""}>
               {cells.map((cell, at) => (
-                <td key={at}>{cell}</td>
+                <td key={at} class={classes[at]}>
+                  {cell}
+                </td>
               ))}
             </tr>
           ))}

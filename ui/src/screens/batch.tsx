@@ -6,6 +6,7 @@ import { Download } from "../components/download";
 import { Facts } from "../components/facts";
 import { ScreenLink } from "../components/screen_link";
 import { Empty, Failure, Loaded, NotShown } from "../components/states";
+import { Pages, Table } from "../components/table";
 import { address, get, post } from "../lib/api";
 import { compact, number, oneLine, percent, seconds, time } from "../lib/format";
 import { useKeys } from "../lib/keyboard";
@@ -52,42 +53,21 @@ function List({ params }: { params: URLSearchParams }) {
             <Empty>No batch was submitted yet. "cray-agents batch run FILE" sends one.</Empty>
           ) : (
             <div class="section">
-              <div class="table-box" tabIndex={0} role="region" aria-label="Batches">
-                <table>
-                  <thead>
-                    <tr>
-                      <th>batch</th>
-                      <th>status</th>
-                      <th>model</th>
-                      <th class="number">done</th>
-                      <th class="number">lines</th>
-                      <th class="number">failed</th>
-                      <th>sent</th>
-                    </tr>
-                  </thead>
-                  <tbody>
-                    {data.map((one, n) => (
-                      <tr key={one.id} class={n === chosen ? "selected" : ""}>
-                        <td class="wrap">
-                          <ScreenLink to={["batch", one.id]}>{oneLine(one.id, 60)}</ScreenLink>
-                        </td>
-                        <td>
-                          <Status batch={one} />
-                        </td>
-                        <td class="wrap">{one.model ? oneLine(one.model, 60) : "–"}</td>
-                        <td class="number">{percent(share(one))}</td>
-                        <td class="number">{known(one) ? number(counts(one).total) : "–"}</td>
-                        <td class="number">{number(counts(one).failed)}</td>
-                        <td style={{ whiteSpace: "nowrap" }}>{time(one.created_at)}</td>
-                      </tr>
-                    ))}
-                  </tbody>
-                </table>
-              </div>
-              <div class="row">
-                {after && <button onClick={() => setParams({ after: null, at: null })}>Newest</button>}
-                {has_more && <button onClick={() => setParams({ after: data.at(-1)?.id, at: null })}>Older ones</button>}
-              </div>
+              <Table
+                label="Batches"
+                heads={["batch", "status", "model", "done#", "lines#", "failed#", "sent"]}
+                selected={chosen}
+                rows={data.map((one) => [
+                  <ScreenLink to={["batch", one.id]}>{oneLine(one.id, 60)}</ScreenLink>,
+                  <Status batch={one} />,
+                  one.model ? oneLine(one.model, 60) : "–",
+                  percent(share(one)),
+                  known(one) ? number(counts(one).total) : "–",
+                  number(counts(one).failed),
+                  time(one.created_at),
+                ])}
+              />
+              <Pages after={after} next={has_more && data.at(-1)?.id} />
             </div>
           )
         }
@@ -255,35 +235,21 @@ function Errors({ found }: { found: components["schemas"]["BatchErrors"] }) {
     return <Empty>{found.lines ? `None of ${number(found.lines)} lines failed.` : "No line has a result yet."}</Empty>;
   }
   return (
-    <div class="table-box" tabIndex={0} role="region" aria-label="Failed lines by code">
-      <table>
-        <thead>
-          <tr>
-            <th>code</th>
-            <th class="number">HTTP</th>
-            <th class="number">lines</th>
-            <th>for example</th>
-          </tr>
-        </thead>
-        <tbody>
-          {found.data.map((one) => (
-            <tr key={one.code}>
-              <td class="mono">{oneLine(one.code, 60)}</td>
-              <td class="number">{one.status ?? "–"}</td>
-              <td class="number">{number(one.lines)}</td>
-              <td class="wrap">
-                {one.examples.map((line, n) => (
-                  <div key={n}>
-                    {line.custom_id && <b>{oneLine(line.custom_id, 60)}: </b>}
-                    {oneLine(line.message, 300) || <span class="hint">no message</span>}
-                  </div>
-                ))}
-              </td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
-    </div>
+    <Table
+      label="Failed lines by code"
+      heads={["code", "HTTP#", "lines#", "for example"]}
+      rows={found.data.map((one) => [
+        <span class="mono">{oneLine(one.code, 60)}</span>,
+        one.status ?? "–",
+        number(one.lines),
+        one.examples.map((line, n) => (
+          <div key={n}>
+            {line.custom_id && <b>{oneLine(line.custom_id, 60)}: </b>}
+            {oneLine(line.message, 300) || <span class="hint">no message</span>}
+          </div>
+        )),
+      ])}
+    />
   );
 }
 

@@ -7,7 +7,7 @@ import { Funnel } from "../components/funnel";
 import { Histogram, type HistogramData } from "../components/histogram";
 import { RunLink, ScreenLink } from "../components/screen_link";
 import { Empty, Failure, Loaded, NotShown } from "../components/states";
-import { Pages } from "../components/table";
+import { Pages, Table } from "../components/table";
 import { Text } from "../components/text";
 import { Legend, MEASURES, TokenFacts, Tokens, type Measure, type TurnTokens } from "../components/tokens";
 import { address, get, request } from "../lib/api";
@@ -72,47 +72,26 @@ function List({ params }: { params: URLSearchParams }) {
             <Empty>No training set was built yet. "cray-agents dataset build" makes one of stored runs.</Empty>
           ) : (
             <div class="section">
-              <div class="table-box" tabIndex={0} role="region" aria-label="Training sets">
-                <table>
-                  <thead>
-                    <tr>
-                      <th>
-                        <span class="visually-hidden">marked</span>
-                      </th>
-                      <th>training set</th>
-                      <th>method</th>
-                      <th class="number">samples</th>
-                      <th class="number">trained tokens</th>
-                      <th class="number">accepted runs</th>
-                      <th class="number">considered</th>
-                      <th>built</th>
-                    </tr>
-                  </thead>
-                  <tbody>
-                    {data.map((one, n) => (
-                      <tr key={one.id} class={n === chosen ? "selected" : ""}>
-                        <td>
-                          <input
-                            type="checkbox"
-                            aria-label={`mark ${oneLine(one.id, 60)}`}
-                            checked={marked.includes(one.id)}
-                            onChange={() => mark(one.id)}
-                          />
-                        </td>
-                        <td class="wrap">
-                          <ScreenLink to={["dataset", one.id]}>{oneLine(one.id, 60)}</ScreenLink>
-                        </td>
-                        <td>{oneLine(one.method, 20)}</td>
-                        <td class="number">{number(one.samples)}</td>
-                        <td class="number">{compact(one.trained_tokens)}</td>
-                        <td class="number">{number(one.accepted_runs)}</td>
-                        <td class="number">{number(one.considered_runs)}</td>
-                        <td style={{ whiteSpace: "nowrap" }}>{time(one.created)}</td>
-                      </tr>
-                    ))}
-                  </tbody>
-                </table>
-              </div>
+              <Table
+                label="Training sets"
+                heads={["marked", "training set", "method", "samples#", "trained tokens#", "accepted runs#", "considered#", "built"]}
+                selected={chosen}
+                rows={data.map((one) => [
+                  <input
+                    type="checkbox"
+                    aria-label={`mark ${oneLine(one.id, 60)}`}
+                    checked={marked.includes(one.id)}
+                    onChange={() => mark(one.id)}
+                  />,
+                  <ScreenLink to={["dataset", one.id]}>{oneLine(one.id, 60)}</ScreenLink>,
+                  oneLine(one.method, 20),
+                  number(one.samples),
+                  compact(one.trained_tokens),
+                  number(one.accepted_runs),
+                  number(one.considered_runs),
+                  time(one.created),
+                ])}
+              />
               <Pages after={after} next={has_more && data.at(-1)?.id} />
             </div>
           )
@@ -390,39 +369,22 @@ function Considered({ id, params }: { id: string; params: URLSearchParams }) {
             <Empty>No run that was considered matches.</Empty>
           ) : (
             <>
-              <div class="table-box" tabIndex={0} role="region" aria-label="Considered runs">
-                <table>
-                  <thead>
-                    <tr>
-                      <th>run</th>
-                      <th>task</th>
-                      <th class="number">reward</th>
-                      <th>in the set</th>
-                      <th>why not</th>
-                      <th class="number">samples</th>
-                    </tr>
-                  </thead>
-                  <tbody>
-                    {data.map((one, n) => (
-                      <tr key={one.run} class={n === marked ? "selected" : ""}>
-                        <td class="wrap">
-                          <RunLink id={one.run} />
-                        </td>
-                        <td class="wrap">{one.task ? oneLine(one.task, 40) : "–"}</td>
-                        <td class="number">{number(one.reward)}</td>
-                        <td>
-                          <span class={`chip ${one.accepted ? "good" : "bad"}`}>{one.accepted ? "accepted" : "left out"}</span>
-                        </td>
-                        <td class="wrap">
-                          {one.reason ? oneLine(one.reason.replace(/_/g, " "), 60) : "–"}
-                          {one.detail && <div class="quiet">{oneLine(one.detail, 200)}</div>}
-                        </td>
-                        <td class="number">{number(one.samples)}</td>
-                      </tr>
-                    ))}
-                  </tbody>
-                </table>
-              </div>
+              <Table
+                label="Considered runs"
+                heads={["run", "task", "reward#", "in the set", "why not", "samples#"]}
+                selected={marked}
+                rows={data.map((one) => [
+                  <RunLink id={one.run} />,
+                  one.task ? oneLine(one.task, 40) : "–",
+                  number(one.reward),
+                  <span class={`chip ${one.accepted ? "good" : "bad"}`}>{one.accepted ? "accepted" : "left out"}</span>,
+                  <>
+                    {one.reason ? oneLine(one.reason.replace(/_/g, " "), 60) : "–"}
+                    {one.detail && <div class="quiet">{oneLine(one.detail, 200)}</div>}
+                  </>,
+                  number(one.samples),
+                ])}
+              />
               <div class="row" style={{ marginTop: "0.5rem" }}>
                 {after && <button onClick={() => setParams({ after: null })}>First ones</button>}
                 {has_more && <button onClick={() => setParams({ after: data.at(-1)?.run })}>More</button>}
