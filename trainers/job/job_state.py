@@ -240,7 +240,9 @@ def describe(journal: JobJournal, spec: JobSpec, state: JobState) -> JobStatus:
 
 def _disagreement(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return `agreement`, `worst_token` and `mean_metrics` of a JobStatus."""
-    last = next((each for each in reversed(events) if each["event"] == "agreement"), {})
+    last: dict[str, Any] = next(
+        (each for each in reversed(events) if each["event"] == "agreement"), {}
+    )
     return {
         "agreement": distance_in(last),
         "worst_token": WorstToken.model_validate(last) if "place" in last else None,

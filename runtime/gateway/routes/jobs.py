@@ -130,7 +130,7 @@ async def retrieve_job(services: Current, job_id: JobId) -> Response:
 def read_job_spec(services: Current, job_id: JobId) -> dict[str, Any]:
     """Return what a job was asked to do, as it was recorded: a JobSpec, without folders."""
     try:
-        spec = checksums.read_json(services.home.job(job_id) / "spec.json")
+        spec: dict[str, Any] = checksums.read_json(services.home.job(job_id) / "spec.json")
     except FileNotFoundError:
         raise NotFound(f"no job {job_id!r}", param="job_id") from None
     models = ("parent", "reference", "teacher")

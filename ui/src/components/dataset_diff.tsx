@@ -147,9 +147,13 @@ function Recipes({ data }: { data: Differences }) {
   );
 }
 
+/** What became of a run, in the words of the command line. */
+function words(state: string): string {
+  return state === "taken" ? "accepted" : oneLine(state.replace(/_/g, " "), 60);
+}
+
 function Moves({ data }: { data: Differences }) {
   if (!data.moves.length) return <Empty>Every run fared the same in both.</Empty>;
-  const words = (state: string) => oneLine(state.replace(/_/g, " "), 60);
   return (
     <dl class="facts">
       {data.moves.slice(0, 100).map((move) => (
@@ -226,7 +230,6 @@ function Runs(props: { one: string; other: string; counts: Differences["runs"]; 
     Enter: ["open the run", () => openRun(rows[marked]?.run)],
   });
   const choose = (name: Change | null) => setParams({ change: name, after: null });
-  const words = (state: string) => oneLine(state.replace(/_/g, " "), 60);
   return (
     <section class="card wide">
       <div class="row" style={{ marginBottom: "0.5rem" }}>
