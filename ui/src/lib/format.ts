@@ -7,7 +7,7 @@ export const NONE = "–";
 
 export function number(value: number | null | undefined): string {
   if (value === null || value === undefined || Number.isNaN(value)) return NONE;
-  if (value !== 0 && Math.abs(value) < 0.001) return value.toExponential(1);
+  if (value !== 0 && Math.abs(value) < 0.001) return value.toExponential(1).replace("e-", "e\u2212"); // no line breaks there
   return Math.abs(value) >= 1e12 ? value.toExponential(2) : NUMBER.format(value);
 }
 
