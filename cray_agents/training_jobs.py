@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from cray_agents.config.job_section import check_options_of_job
-from cray_agents.records import LogprobDistance, Prompt, Record, StrictRecord, WorstToken, digest
+from cray_agents.records import LogprobDistance, Prompt, Record, StrictRecord, digest
 
 MethodName = Literal["sft", "dpo", "kto", "grpo", "distill"]
 ON_POLICY = ("grpo", "distill")  # methods with a policy loss on the tokens that were sampled
@@ -566,10 +566,9 @@ class JobStatus(Record):
     parent's. `update_ratio`: the norm of that change, by that of the weights in float32; None where
     these did not move. `warnings`: what was lost, or is likely not meant, in sentences.
     `agreement`: the distance of trainer and engine before the first step, on at most 256 samples
-    of the parent; None before it, and without such samples. `worst_token`: where they differ most.
-    `mean_metrics`: the method's measures, as means over the tokens that the job trained on: of grpo
-    its ratios and the shares clipped. `versions`: those that it published while it trained, the
-    oldest first; not the result.
+    of the parent; None before it, and without such samples. `mean_metrics`: the method's measures,
+    as means over the tokens that the job trained on: of grpo its ratios and the shares clipped.
+    `versions`: those that it published while it trained, the oldest first; not the result.
     """
 
     id: str
@@ -594,7 +593,6 @@ class JobStatus(Record):
     update_ratio: float | None = None
     warnings: list[str] = Field(default_factory=list)
     agreement: LogprobDistance | None = None
-    worst_token: WorstToken | None = None
     mean_metrics: dict[str, float] = Field(default_factory=dict)
     versions: list[JobVersion] = Field(default_factory=list)
     checkpoint: str | None = None

@@ -144,8 +144,6 @@ def test_the_page_of_a_running_job(root: Root) -> None:
     page = json.loads(root.jobs("show", asked.id, "--json").stdout)
     assert page["layout_reasons"] == why
     assert page["progress"]["seconds_left"] == 5.0 and page["agreement"]["tokens"] == 1234
-    worst = {"run_id": "run_a", "place": 7, "ours": -1.0, "theirs": -1.5}
-    assert page["status"]["worst_token"] == worst
     assert [p["step"] for p in page["resume_points"]] == [30]
     said = root.jobs("show", asked.id).stdout
     assert "running after step 30 of 40, about 0:05 left" in said

@@ -34,7 +34,7 @@ from pydantic import Field
 from cray_agents.errors import Corrupt, CrayError, NotFound
 from cray_agents.paths import Home
 from cray_agents.ports import CommandState, CommandStatus, Trainer
-from cray_agents.records import Manifest, Record, WorstToken
+from cray_agents.records import Manifest, Record
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.disk.durable import keep_newest
 from cray_agents.runtime.registry import checkpoints
@@ -239,13 +239,10 @@ def describe(journal: JobJournal, spec: JobSpec, state: JobState) -> JobStatus:
 
 
 def _disagreement(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return `agreement`, `worst_token` and `mean_metrics` of a JobStatus."""
-    last: dict[str, Any] = next(
-        (each for each in reversed(events) if each["event"] == "agreement"), {}
-    )
+    """Return `agreement` and `mean_metrics` of a JobStatus."""
+    agreements = [distance_in(event) for event in events if event["event"] == "agreement"]
     return {
-        "agreement": distance_in(last),
-        "worst_token": WorstToken.model_validate(last) if "place" in last else None,
+        "agreement": agreements[-1] if agreements else None,
         "mean_metrics": mean_measures(events),
     }
 

@@ -6,23 +6,24 @@ import { features } from "../lib/session";
 import { ScreenLink } from "./screen_link";
 
 export function Agreed({ job }: { job: components["schemas"]["JobStatus"] }) {
-  const { agreement, worst_token: worst } = job;
+  const { agreement } = job;
+  const [run, place, ours, theirs] = agreement?.worst ?? [];
   if (!agreement) return null;
   return (
     <>
       their log-probabilities differed by {number(agreement.max)} nats at most and {number(agreement.mean)} on average, over{" "}
       {number(agreement.tokens)} tokens{agreement.kl != null && ` (KL ${number(agreement.kl)})`}.
-      {worst && !isDemonstration(worst.run_id) && (
+      {run && !isDemonstration(run) && (
         <>
           {" "}
           Most at{" "}
           <ScreenLink
-            to={["run", worst.run_id]}
-            params={{ mode: "tokens", tok: worst.place, color: features.value.includes("score") ? "delta" : null }}
+            to={["run", run]}
+            params={{ mode: "tokens", tok: place, color: features.value.includes("score") ? "delta" : null }}
           >
-            token {worst.place} of {oneLine(worst.run_id, 40)}
+            token {place} of {oneLine(run, 40)}
           </ScreenLink>
-          : {number(worst.ours)} by the trainer, {number(worst.theirs)} when it was sampled.
+          : {number(ours)} by the trainer, {number(theirs)} when it was sampled.
         </>
       )}
     </>
