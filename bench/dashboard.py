@@ -42,7 +42,7 @@ SLOWER = 4  # times
 MOST_NODES = "3,000"
 FILTERS = ["reward>=1", "loop:loop-3", "agent:coder", "seconds>8", "error", "model:calc@1"]
 NEW_ROW = ".virtual:not([data-old]) a.run-row"  # of a table that was made since
-OVERVIEW = ("#/overview", "main", "Replicas")
+OVERVIEW = ("#/overview", "main", "Are the engines idle?")
 
 
 def print_sizes() -> None:

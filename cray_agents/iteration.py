@@ -54,7 +54,8 @@ class Iteration(Record):
       names the kinds. `remarks` are warnings about these: see loop/loop.py.
     - `prompt` is the hash of the candidate's prompt, if one was learned; `trials` counts the runs
       by which it was found.
-    - `stopped` says why the loop ended itself with this iteration.
+    - `stopped` says why the loop ended itself with this iteration. `target` is the held-out success
+      at which it does, `control` what makes it a control, if it is one.
     """
 
     iteration: int
@@ -110,6 +111,8 @@ class Iteration(Record):
     failed_pairs: int = 0
     note: str = ""
     stopped: str | None = None
+    target: float | None = None
+    control: str | None = None
 
     def _repr_html_(self) -> str:
         return Iterations([self])._repr_html_()

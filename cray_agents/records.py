@@ -489,6 +489,8 @@ class LogprobDistance(Record):
     Of tokens that the other program drew: `kl`, the k3 estimate of ours from theirs (the mean of
     r - 1 - log r, r = p_ours / p_theirs); `tokens_above`, `sequences_above`, the shares of tokens
     and of sequences whose r, or its product, is above 2: what an `importance_cap` of 2 changes.
+
+    `worst`: where `max` is: the run, the place in its sample, from 0, our logprob and theirs.
     """
 
     tokens: int
@@ -499,6 +501,7 @@ class LogprobDistance(Record):
     kl: float | None = None
     tokens_above: float | None = None
     sequences_above: float | None = None
+    worst: tuple[str, int, float, float] | None = None
 
 
 class DeltaOf(Record):

@@ -6,6 +6,7 @@ another origin, or more than 3,000 nodes. Without Chromium or a build of the pag
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 import time
@@ -56,7 +57,10 @@ SCREENS = {
     "compare": "#/compare?a=run-3-0&b=run-4-0",
     "playground": "#/playground?run=run-3-0&t=1",
     "search": "#/search?q=word",
+    "loops": "#/loop",
     "loop": "#/loop/sums",
+    "jobs": "#/job",
+    "replica": "#/replica/0",
     "models": "#/models?at=m%401",
     "iteration": f"#/iteration/{LOOP}/1",
     "first iteration": f"#/iteration/{LOOP}/0",
@@ -69,6 +73,48 @@ SCREENS = {
 #: Screens that may be wider than a phone.
 SCROLLED = {"filtered runs", "tasks by iteration", "raw", "long run", "search", "loop", "models"}
 SCROLLED |= {"first iteration", "keys of a quarter"}
+#: What people come for: the clicks from the overview (the words of the docs, where it is, its
+#: name there), and a pattern of what is seen then.
+MENU, LINK = "nav a", "main a"
+QUESTIONS: dict[str, tuple[list[tuple[str, str, str]], str]] = {
+    "Is the newest loop learning?": (
+        [],
+        r"lucky: yes. Held-out success rose from .* Its target is 95\s%",
+    ),
+    "Why was the last candidate rejected?": (
+        [("why: iteration N", LINK, r"^why: iteration \d+$")],
+        r"rejected.*why\s+(?!no reason)\S",
+    ),
+    "Which run failed, and what were its target and answer?": (
+        [("N failed", LINK, r"^\d+ failed$"), ("the run", "a.run-row", r"^say \d")],
+        r"target \d+\s+answer \S",
+    ),
+    "At which token do trainer and sampler differ most?": (
+        [("token N of RUN", LINK, r"^token \d+ of ")],
+        "its exact tokens.*logprob",
+    ),
+    "What did a job cost?": (
+        [("Jobs", MENU, "^Jobs$"), ("the job", "tr:has-text('running') a", "^job-")],
+        r"cost\s+[\d.]+ EUR",
+    ),
+    "Which version answers now, and what are its parents?": (
+        [("Models", MENU, "^Models$")],
+        "m@1 answers now; it has no parent here",
+    ),
+    "What is in a dataset, and what was left out?": (
+        [("Datasets", MENU, "^Datasets$"), ("the dataset", LINK, "^ds-")],
+        r"considered\s+\d+.*accepted\s+\d+.*\d+ trained on",
+    ),
+    "Who uses the most?": (
+        [("the name after Most was asked by", LINK, "^this host, without a key$")],
+        "this host, without a key, over time",
+    ),
+    "What is the state of a replica, and what does its log say?": (
+        [("replica-N", LINK, "^replica-0$")],
+        "serving.*the engine has started",
+    ),
+    "What went wrong today?": ([], r"failed job\s+job-\w+ failed: the loss is nan"),
+}
 
 pytestmark = [*needs_pages(), pytest.mark.slow]
 pytest.importorskip("playwright", reason="needs playwright, of requirements/dev.txt")
@@ -128,6 +174,31 @@ def test_a_job_shows_its_state_curves_and_log(platform: Platform, watch: Any) ->
     assert [button.is_enabled() for button in buttons] == [True, False, True]
     page.page.get_by_role("button", name="cancel").click()
     assert f"cray-agents jobs cancel {waits['id']}" in page.page.inner_text("dialog")
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_the_overview_answers_within_two_clicks(
+    platform: Platform, watch: Any, question: str
+) -> None:
+    clicks, seen = QUESTIONS[question]
+    page = watch(platform.url)
+    page.open("#/overview")
+    for _, where, name in clicks:
+        page.page.locator(where, has_text=re.compile(name)).first.click()
+        page.settle()
+    page.page.wait_for_function(
+        "seen => RegExp(seen, 's').test(document.querySelector('main').innerText)", arg=seen
+    )
+
+
+def test_the_docs_tell_those_clicks() -> None:
+    assert len(QUESTIONS) == 10 and all(len(clicks) <= 2 for clicks, _ in QUESTIONS.values())
+    rows = [
+        f"| {question} | {', then '.join(told for told, *_ in clicks) or 'none'} |"
+        for question, (clicks, _) in QUESTIONS.items()
+    ]
+    table = "| question | clicks |\n|---|---|\n" + "\n".join(rows) + "\n"
+    assert table in (ROOT / "docs" / "dashboard.md").read_text(), table
 
 
 def test_an_iteration_shows_its_evidence_and_each_pair_compares(

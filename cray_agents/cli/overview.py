@@ -136,7 +136,7 @@ def draw(overview: dict[str, Any]) -> RenderableType:
     about = [overview["url"], moment, f"{who.get('name') or '-'} ({who.get('role') or '-'})"]
     picture: list[RenderableType] = [Text(one_line("   ".join(about)), style="bold")]
     for warning in (overview["warnings"] or [])[:WARNINGS]:
-        style = "red" if warning.get("level") == "bad" else "yellow"
+        style = "red" if warning.get("level") == "error" else "yellow"
         picture.append(Text("! " + one_line(str(warning["message"])), style=style))
     for title, rows in (
         ("replicas", _replicas(overview["replicas"])),
@@ -151,7 +151,7 @@ def draw(overview: dict[str, Any]) -> RenderableType:
 def _replicas(replicas: Sequence[dict[str, Any]] | None) -> RenderableType:
     if not replicas:
         return _none(replicas, "no replica: no model is served")
-    table = _table("state", "version", "in flight", "host", "probe", "restarts", "")
+    table = _table("state", "version", "in flight", "host", "logprob check", "restarts", "")
     for each in replicas[:REPLICAS]:
         _add_row(
             table,
@@ -181,7 +181,7 @@ def _queue(queue: dict[str, Any] | None) -> RenderableType:
 def _loops(loops: Sequence[dict[str, Any]] | None, now: float) -> RenderableType:
     if not loops:
         return _none(loops, "no loop ran yet: `cray-agents demo` shows one")
-    table = _table("loop", "iteration", "held out", "", "decision", "changed")
+    table = _table("loop", "iteration", "held-out", "", "outcome", "changed")
     for loop in loops:
         last = loop["last"] or {}
         success = last.get("holdout_success")

@@ -98,7 +98,7 @@ def keys(
 def cost(
     by: Annotated[
         str | None,
-        typer.Option(help="The groups: use, key, model, loop or iteration \\[default: use]."),
+        typer.Option(help="The groups: use, key, model, loop, iteration or job \\[default: use]."),
     ] = None,
     loop: Annotated[str | None, typer.Option(help="Count the iterations of this loop.")] = None,
     key: Annotated[
@@ -183,7 +183,7 @@ def _money(table: "CostTable") -> str:
 
 
 def _name(row: "CostRow") -> dict[str, Any]:
-    label = row.name or row.key or row.model or row.loop or "none"
+    label = row.name or row.key or row.model or row.loop or row.job or "none"
     if row.id == "whole":
         return {"name": f"{label} in all"}
     if row.iteration is not None:

@@ -223,7 +223,8 @@ class Loop:
         if number == iterations or stopped:
             iteration = await self._measure_test(iteration)
         spent = await self._timer.end(self._client)
-        iteration = iteration.model_copy(update={"stopped": stopped, **spent})
+        ends = {"stopped": stopped, "target": self.stop.target, "control": self.control}
+        iteration = iteration.model_copy(update=ends | spent)
         record = iteration.model_dump(mode="json")
         await self._client.finish_iteration(self.name, number, record)
         return iteration

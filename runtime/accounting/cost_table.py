@@ -1,4 +1,4 @@
-"""Cost table: rows of cost by key, model, loop, iteration or use, for the API and the command.
+"""Cost table: rows of cost by key, model, loop, iteration, job or use, for the API and the command.
 
 Called by gateway/routes/keys.py and `cray-agents usage cost`. Read next: cost_account.py, which
 gives time to requests and jobs.
@@ -151,7 +151,7 @@ def _session_of(home: Home, job: str) -> str:
 
 
 class CostRow(Record):
-    """The cost of a key, a model, a loop, an iteration or a use, or of these in a bucket of time.
+    """The cost of a key, a model, a loop, an iteration, a job or a use, or in a bucket of time.
 
     `key` is an id, "" without one, and `name` its name. `serving` is for the tokens of its runs,
     `training` for the kept steps of its jobs, `spent` both. `succeeded`: runs with a reward of 1 or
@@ -167,6 +167,7 @@ class CostRow(Record):
     model: str | None = None
     loop: str | None = None
     iteration: int | None = None
+    job: str | None = None
     time: float | None = None
     runs: int = 0
     succeeded: int = 0
@@ -217,7 +218,7 @@ class CostTable(Record):
     last_id: str | None
 
 
-GROUPS = ("use", "key", "model", "loop", "iteration")
+GROUPS = ("use", "key", "model", "loop", "iteration", "job")
 PAGE = 1000  # rows
 
 
@@ -298,6 +299,8 @@ def cost_rows(
 def _sums(
     home: Home, store: Store, account: CostAccount, query: CostQuery, names: dict[str, str]
 ) -> list[_Sum]:
+    if query.by == "job":
+        return _job_sums(account)
     if query.by in ("loop", "iteration"):
         return _loop_sums(home, store, account, query)
     return _request_sums(store, account, query, names)
@@ -350,9 +353,9 @@ def check(query: CostQuery) -> None:
         raise BadInput("bucket: whole hours, as 1h or 1d, and only by key or model", param="bucket")
     if query.by == "iteration" and query.loop is None:
         raise BadInput("by iteration: name the loop, too", param="loop")
-    if query.by == "use" and (query.key is not None or query.loop is not None):
+    if query.by in ("use", "job") and (query.key is not None or query.loop is not None):
         raise BadInput(
-            "by use is of all that was held: give by=model, or by=iteration for a loop",
+            f"by {query.by} is of all that was held: give by=model, or by=iteration for a loop",
             param="by",
         )
     if query.key is not None and query.by in ("loop", "iteration"):
@@ -368,6 +371,12 @@ def _use_rows(account: CostAccount) -> list[CostRow]:
         serving, training = (spent if use == each else nothing for each in ("requests", "training"))
         rows.append(CostRow(id=use, use=use, spent=spent, serving=serving, training=training))
     return rows
+
+
+def _job_sums(account: CostAccount) -> list[_Sum]:
+    """Return the sums of the jobs whose steps were kept, by what was spent."""
+    sums = [_Sum(job, {"job": job}, training=each) for job, each in account.trained.items()]
+    return sorted(sums, key=lambda each: (-each.spent.gpu_seconds, -each.spent.core_seconds))
 
 
 def _request_sums(

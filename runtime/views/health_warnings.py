@@ -5,7 +5,7 @@ a model wrote tool calls or thoughts that no parser took. Called by gateway/rout
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any
@@ -35,17 +35,23 @@ THOUGHT_MARKS = ("<think>", "</think>", "[THINK]", "<|channel|>analysis")
 Rows = list[dict[str, Any]]
 
 
-def health_warnings(store: Store, since: float, missing: Sequence[str]) -> Rows:
+def health_warnings(
+    store: Store, since: float, missing: Sequence[str], failed: Mapping[str, str]
+) -> Rows:
     """Return HealthWarnings as JSON, errors first, of the runs begun since then.
 
-    `missing`: versions that should be served and are not. Blocks. Raises StoreError.
+    `missing`: versions that should be served and are not. `failed`: the errors of the jobs that
+    failed since then. Blocks. Raises StoreError.
     """
     which = RunFilter(since=since)
     by_loop = store.stats(which, ["loop"], percentiles=False)
-    message = "no replica can answer with {}, which is promoted; GET /v1/pool tells more"
+    message = "no replica can answer with {}, which is promoted: `cray-agents status` tells more"
     unserved = ((message.format(version), 1) for version in missing)
     warnings = [_error("version_not_served", *each) for each in unserved]
     warnings += _tasks(since)
+    for job, error in failed.items():
+        message = f"{job} failed: {error[:500] or 'it left no reason'}"
+        warnings.append(_error("failed_job", message, 1).model_copy(update={"job": job}))
     if count := len(store.problems):
         message = f"{count} damaged places in the store: `cray-agents maintain fsck` names them"
         warnings.append(_error("damage", message, count))

@@ -190,6 +190,7 @@ def _summary(
             HoldoutPoint(
                 iteration=each.iteration,
                 success=each.holdout_success,
+                test=each.test_success,
                 tasks=each.holdout_tasks,
                 version=each.version,
                 promoted=each.promoted,

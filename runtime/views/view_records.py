@@ -48,10 +48,11 @@ class QueueState(Record):
 
 
 class HoldoutPoint(Record):
-    """A point of a loop's curve of held-out success."""
+    """A point of a loop's curves: held-out success, and `test`, that on test tasks if measured."""
 
     iteration: int
     success: float
+    test: float | None = None
     tasks: int
     version: str
     promoted: bool
@@ -456,8 +457,8 @@ class HealthWarning(Record):
     """A failure that raises no error: `kind` names the rule, `count` of `of` met it.
 
     Kinds: no_rewards, equal_rewards, zero_variance, failed_runs, unparsed_tool_calls,
-    unparsed_thoughts, damage, version_not_served, failed_task.
-    `query`: parameters of /v1/trajectories that list the runs behind it.
+    unparsed_thoughts, damage, version_not_served, failed_task, failed_job.
+    `query`: parameters of /v1/trajectories that list the runs behind it. `job`: the failed one.
     """
 
     kind: str
@@ -466,6 +467,7 @@ class HealthWarning(Record):
     count: int
     of: int
     loop: str | None = None
+    job: str | None = None
     query: dict[str, Any] = Field(default_factory=dict)
 
 

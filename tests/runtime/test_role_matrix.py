@@ -80,6 +80,7 @@ GET     /v1/datasets/{dataset_id}/export                train   nothing
 GET     /v1/jobs                                        train   nothing
 POST    /v1/jobs                                        train   shared
 GET     /v1/jobs/{job_id}                               train   nothing
+GET     /v1/jobs/{job_id}/spec                          train   nothing
 GET     /v1/jobs/{job_id}/series                        train   nothing
 GET     /v1/jobs/{job_id}/hardware                      train   nothing
 GET     /v1/jobs/{job_id}/timeline                      train   nothing
@@ -106,6 +107,7 @@ GET     /v1/loops/{loop}/iterations/{number}/timeline  train   nothing
 GET     /v1/loops/{loop}/journal/{entry}                train   nothing
 POST    /v1/loops/{loop}/journal/{entry}                train   shared
 GET     /v1/loops/{loop}/iterations                    train   nothing
+GET     /v1/loops/{loop}/settings                      train   nothing
 GET     /v1/loops/{loop}/iterations/{number}           train   nothing
 GET     /v1/loops/{loop}/iterations/{number}/pairs     train   nothing
 POST    /v1/loops/{loop}/iterations/{number}           train   shared
@@ -129,6 +131,7 @@ GET     /v1/usage                                       use     nothing
 GET     /v1/cost                                        use     nothing
 GET     /v1/events                                      train   nothing
 GET     /v1/pool                                        admin   nothing
+GET     /v1/pool/{replica}/log                          admin   nothing
 POST    /v1/pool/lease                                  admin   shared
 POST    /v1/gateways                                    admin   shared
 POST    /v1/gateways/load                               admin   shared

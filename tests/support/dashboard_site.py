@@ -7,6 +7,7 @@ import asyncio
 import json
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from cray_agents import GRPO, Agent, Platform, PromotionTest, Task
 from cray_agents.config.settings import PriceSettings
 from cray_agents.iteration import Iteration
 from cray_agents.paths import Home
-from cray_agents.runtime.accounting.ledger import HeldDevices, LedgerFile, keep_ledger
+from cray_agents.runtime.accounting.ledger import HeldDevices, LedgerFile, LedgerLine, keep_ledger
 from cray_agents.runtime.batches.worker import run_worker
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.pool.pool import Pool
@@ -26,6 +27,7 @@ from cray_agents.tools.calculator import calculator
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.training import DatasetRecipe, Hyperparameters
+from cray_agents.training_jobs import JobSpec, JobStatus
 from tests.runtime.views.test_run_views import Scoring, model_with_tokenizer
 from tests.support.killable_loop import lucky, site_loop, some_tasks
 from tests.support.scripted_platform import platform
@@ -69,10 +71,12 @@ async def _rest(site: Platform, home: Path) -> None:
     await _demonstrations(site, home.parent / "seed")
     await _train(site, Home(home))
     await _batch(site, home)
-    for number in range(3):
+    for number, loop in enumerate(("sums",) * 3 + ("shuffled",) * 3):
+        number %= 3
         record = Iteration(
             iteration=number,
-            holdout_success=0.2 + 0.3 * number,
+            control="shuffled-rewards" if loop == "shuffled" else None,
+            holdout_success=0.2 + (0.3 * number if loop == "sums" else 0),
             holdout_tasks=50,
             version="m@1",
             runs=16,
@@ -80,7 +84,7 @@ async def _rest(site: Platform, home: Path) -> None:
             seconds={"collect": 4.0, "train": 9.0},
             wall=20.0,
         )
-        await site.finish_iteration("sums", number, record.model_dump(mode="json"))
+        await site.finish_iteration(loop, number, record.model_dump(mode="json"))
 
 
 async def _agents(site: Platform) -> None:
@@ -122,7 +126,7 @@ async def _demonstrations(site: Platform, tokenizer: Path) -> None:
 
 
 async def _train(site: Platform, home: Home) -> None:
-    """A dataset of good runs, a job on it with samples of two nodes, and one that still waits."""
+    """A dataset of good runs, and jobs on it: one that is done, one for each other state."""
     dataset = await site.build_dataset(DatasetRecipe(method="sft", loop="sums"))
     await site.build_dataset(DatasetRecipe(method="sft", loop="sums", iterations=[0, 1]))
     steps = Hyperparameters(steps=3)
@@ -130,11 +134,38 @@ async def _train(site: Platform, home: Home) -> None:
     await site.wait_for(job, lambda status: None)
     _sample_hardware(home, job.id)
     spec = JobJournal(home, job.id).spec()
-    longer = spec.hyperparameters.model_copy(update={"steps": 4})
-    waiting = spec.model_copy(update={"hyperparameters": longer})
-    home.job(waiting.id).mkdir()
-    text = checksums.with_crc(waiting.model_dump_json().encode())
-    (home.job(waiting.id) / "spec.json").write_bytes(text)
+    _, running, failed = (_job(home, spec, steps) for steps in (4, 40, 5))
+    _run_for_a_while(running, (await site.views.outline("run-3-0"))["data"][0]["prompt"])
+    error = "the loss is nan after 1 whole steps"
+    failed.write_status(JobStatus(id=failed.job_id, state="failed", steps=5, error=error))
+
+
+def _job(home: Home, spec: JobSpec, steps: int) -> JobJournal:
+    """A job like that of `spec` that nobody has begun."""
+    longer = spec.hyperparameters.model_copy(update={"steps": steps})
+    journal = JobJournal(home, spec.model_copy(update={"hyperparameters": longer}).id)
+    journal.write_spec(spec.model_copy(update={"hyperparameters": longer}))
+    return journal
+
+
+def _run_for_a_while(journal: JobJournal, place: int) -> None:
+    """Ten steps of a job, which first compared its log-probabilities with the engine's."""
+    about = {"kind": "job", "holder": journal.job_id, "attempt": journal.claim_attempt()}
+    ledger = LedgerFile(journal.home.ledger, journal.job_id)
+    now = time.time()
+    held = {"node": "n1", "cores": 2, "state": "training"}
+    ledger.write([LedgerLine.model_validate(about | held | {"time": now - 60, "event": "hold"})])
+    journal.event("started", attempt=1, from_step=0, left_out=0)
+    journal.event("agreement", tokens=120, max_difference=0.004, mean_difference=1e-5,
+                  p99_difference=1e-3, kl=1e-6, limit=0.01, run_id="run-3-0", place=place,
+                  ours=-1.0, theirs=-1.004)  # fmt: skip
+    for step in range(1, 11):
+        journal.event("step", step=step, loss=2 - step / 10, tokens=64, tokens_per_second=32.0,
+                      seconds=2.0)  # fmt: skip
+    done = {"first": 0, "last": 10, "seconds": 20.0, "tokens": 640}
+    ledger.write([LedgerLine.model_validate(about | done | {"time": now, "event": "steps"})])
+    ledger.close()
+    journal.close()
 
 
 def _sample_hardware(home: Home, job_id: str) -> None:
@@ -169,6 +200,7 @@ def _loop(site: Platform) -> None:
         group_size=2,
         rewards=[lucky],
         promotion=test,
+        target=0.95,
     )
     list(loop.run_sync(2))
     asyncio.run(site.rollback("m", 1, who="test", reason="as before"))
@@ -251,6 +283,9 @@ def site(home: Path, *, whole: bool = True) -> Iterator[Platform]:
         cores = [HeldDevices(cores=2)]
         await keep_ledger(file, pool.status, lambda: 0, cores, every=0.2, beat=1.0)
 
+    log = Home(home).logs / "replica-0.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("the engine has started\n")
     with platform(home, Scoring(answer), model=model, beside=keep, prices=prices) as served:
         asyncio.run(_runs(served))
         if whole:

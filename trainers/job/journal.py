@@ -507,7 +507,9 @@ def distance_in(event: dict[str, Any]) -> LogprobDistance | None:
         return None
     given = {name.removesuffix("_difference"): event[name] for name in names}
     more = ("equal_argmax", "kl", "tokens_above", "sequences_above")
-    return LogprobDistance(**given, **{name: event.get(name) for name in more})
+    given |= {name: event.get(name) for name in more}
+    worst = [event.get(name) for name in ("run_id", "place", "ours", "theirs")]
+    return LogprobDistance.model_validate(given | {"worst": None if None in worst else worst})
 
 
 def numbered(record: Record, version: int) -> bytes:

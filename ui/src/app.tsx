@@ -37,8 +37,8 @@ function Frame() {
   const [palette, setPalette] = useState(false);
   useKeys({
     "?": ["show this help", () => setHelp(true)],
-    "mod+k": ["search and commands", () => setPalette(true)],
-    "g": ["search and commands", () => setPalette(true)],
+    "mod+k": ["go to a screen, or to what has an id", () => setPalette(true)],
+    "g": ["the same", () => setPalette(true)],
     "t": ["change the theme", nextTheme],
   });
   const { path, params } = route.value;
@@ -58,7 +58,7 @@ function Frame() {
         </a>
         <nav aria-label="Screens">
           {screens.value.filter((one) => one.menu && may(one.role)).map((one) => (
-            <a key={one.name} href={href([one.name])} aria-current={one.name === name ? "page" : undefined}>
+            <a key={one.name} href={href([one.name])} aria-current={one.name === name ? "page" : one.name === screen?.under ? "true" : undefined}>
               {one.title}
             </a>
           ))}
@@ -67,11 +67,11 @@ function Frame() {
         <span class={`connection ${connection.value}`} role="status">
           {CONNECTION[connection.value]}
         </span>
-        <button onClick={() => setPalette(true)} title="Search and commands (Ctrl K)">
-          Search
+        <button onClick={() => setPalette(true)} title="Go to a screen, or to what has an id (Ctrl K)">
+          Go to …
         </button>
         <button onClick={nextTheme} title="Theme: auto, light, dark">
-          {theme.value}
+          Theme: {theme.value}
         </button>
         <button onClick={() => setHelp(true)} aria-label="Help: keys">
           ?
@@ -107,7 +107,7 @@ function ScreenView(props: { screen: Screen | undefined; name: string } & Screen
     screen.load().then((module) => {
       loaded.set(screen.name, module.default);
       setLoaded((n) => n + 1);
-    }, setError);
+    }, () => setError(new Error("The gateway does not answer, or has other pages since an update.")));
   }, [screen]);
   if (!screen) {
     return <Failure error={new Error(`There is no screen "${name}".`)} retry={() => go(href(["overview"]))} />;

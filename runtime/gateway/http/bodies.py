@@ -1,8 +1,10 @@
 """Bodies: the JSON of requests, bounded and checked; JSON answers."""
 
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -126,6 +128,14 @@ def check_unmarked(body: Mapping[str, Any]) -> None:
             f"{MARKS!r}",
             param="vllm_xargs",
         )
+
+
+def last_lines(path: Path, count: int) -> bytes:
+    """Return the last lines of a log, nothing where there is none yet."""
+    if not path.is_file():
+        return b""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return "".join(deque(file, maxlen=count)).encode()
 
 
 def json_response(value: Any) -> Response:

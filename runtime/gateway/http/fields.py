@@ -59,6 +59,7 @@ RunId = Annotated[str, named("run", "run_id"), _ID]
 UploadId = Annotated[str, named("upload", "upload_id"), _ID]
 IterationNumber = Annotated[int, numbered("iteration"), _NUMBER]
 TurnNumber = Annotated[int, numbered("turn"), _NUMBER]
+ReplicaNumber = Annotated[int, numbered("replica", "replica"), _NUMBER]
 
 After: TypeAlias = Annotated[str | None, Query(description="The last id of the page before.")]
 Limit: TypeAlias = Annotated[int, Query(ge=0, le=1000)]

@@ -7,7 +7,6 @@ while one waits for its result.
 
 import asyncio
 import time
-from collections import deque
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +20,14 @@ from cray_agents.records import Record
 from cray_agents.runtime.disk import checksums, paging
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of, may_name
-from cray_agents.runtime.gateway.http.bodies import answer_read, field, json_response, page, parse
+from cray_agents.runtime.gateway.http.bodies import (
+    answer_read,
+    field,
+    json_response,
+    last_lines,
+    page,
+    parse,
+)
 from cray_agents.runtime.gateway.http.error_envelope import without_paths
 from cray_agents.runtime.gateway.http.fields import (
     ID,
@@ -120,6 +126,17 @@ async def retrieve_job(services: Current, job_id: JobId) -> Response:
     return _status(await asyncio.to_thread(services.trainer.status, job_id))
 
 
+@router.get("/v1/jobs/{job_id}/spec", Role.train, answer=dict[str, Any])
+def read_job_spec(services: Current, job_id: JobId) -> dict[str, Any]:
+    """Return what a job was asked to do, as it was recorded: a JobSpec, without folders."""
+    try:
+        spec: dict[str, Any] = checksums.read_json(services.home.job(job_id) / "spec.json")
+    except FileNotFoundError:
+        raise NotFound(f"no job {job_id!r}", param="job_id") from None
+    models = ("parent", "reference", "teacher")
+    return spec | {name: Path(spec[name]).name for name in models if spec.get(name)}
+
+
 @router.get("/v1/jobs/{job_id}/events", Role.train, answer=JobEvents)
 def list_job_events(services: Current, job_id: JobId, after: Count = 0) -> dict[str, Any]:
     """List a job's events, after the first `after`."""
@@ -174,11 +191,7 @@ def read_job_log(
     tail: Annotated[Count, Query(description="How many lines.")] = 200,
 ) -> bytes:
     """Return the last lines of a job's log."""
-    path = _folder(services, job_id) / "log.txt"
-    if not path.is_file():
-        return b""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return "".join(deque(file, maxlen=tail)).encode()
+    return last_lines(_folder(services, job_id) / "log.txt", tail)
 
 
 @router.post("/v1/jobs/{job_id}/cancel", Role.train, answer=JobStatus, fails=ACTION_FAILS)

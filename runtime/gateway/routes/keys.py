@@ -131,7 +131,8 @@ def read_cost(
     `by=use` (if nothing is given) says what came of all that was held. `by=key` and `by=model` give
     the time in which replicas answered to requests, by their tokens, and divide it by `bucket` of
     whole hours. `by=loop` and `by=iteration` (of a `loop`) need the role `train`, and add
-    training, with the cost of a success and of a point of held-out success. `since` and `until` are
+    training, with the cost of a success and of a point of held-out success; so does `by=job`, of
+    the kept steps of jobs. `since` and `until` are
     rounded to whole hours. Callers below `admin` see the requests of their own key.
     """
     caller = caller_of(request)
@@ -155,8 +156,8 @@ def read_cost(
     check(question)
     if question.key not in (None, caller.key_id, caller.name):
         caller.check_role(Role.admin, "the cost of another key")
-    if question.loop is not None or question.by in ("loop", "iteration"):
-        caller.check_role(Role.train, "the cost of loops")
+    if question.loop is not None or question.by in ("loop", "iteration", "job"):
+        caller.check_role(Role.train, "the cost of loops and jobs")
     names = key_names(services.home)
     known = None if question.key is None else id_of_key(question.key, names)
     question = replace(question, key=known)

@@ -158,6 +158,15 @@ def list_pairs(
     return pairs_page(services.home, loop, number, outcome, at, limit)
 
 
+@router.get("/v1/loops/{loop}/settings", Role.train, answer=DataList[dict[str, Any]])
+def list_settings(services: Current, loop: LoopId) -> dict[str, Any]:
+    """List a loop's settings as it recorded them: those that it began with, then changed ones."""
+    folder = services.home.loop(loop) / "journal"
+    names = [path.stem.removeprefix("settings-") for path in folder.glob("settings-*.json")]
+    numbers = sorted(int(name) for name in names if name.isdecimal())
+    return {"data": [recall(folder / f"settings-{number}.json") for number in numbers]}
+
+
 @router.get("/v1/loops/{loop}/journal/{entry}", Role.train, answer=dict[str, Any])
 def recall_entry(services: Current, loop: LoopId, entry: EntryName) -> Any:
     """Return an entry of a loop's journal."""

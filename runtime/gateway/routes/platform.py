@@ -5,9 +5,10 @@ runtime/gateway/further_gateway.py, with the platform's own key, and for a proof
 """
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Annotated, Any, Literal
 
 from fastapi import Query
@@ -16,17 +17,17 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from cray_agents.errors import BadInput, StoreError
+from cray_agents.errors import BadInput, NotFound, StoreError
 from cray_agents.platform.client import LEASE
 from cray_agents.records import Record
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role, key_names
 from cray_agents.runtime.gateway.http.auth import caller_of
-from cray_agents.runtime.gateway.http.bodies import answer_read, json_response
-from cray_agents.runtime.gateway.http.error_envelope import envelope
-from cray_agents.runtime.gateway.http.fields import Fields, MaybeReal
+from cray_agents.runtime.gateway.http.bodies import answer_read, json_response, last_lines
+from cray_agents.runtime.gateway.http.error_envelope import envelope, without_paths
+from cray_agents.runtime.gateway.http.fields import Count, Fields, MaybeReal, ReplicaNumber
 from cray_agents.runtime.gateway.http.routing import Router
 from cray_agents.runtime.gateway.replica_lease import LONGEST
-from cray_agents.runtime.gateway.services import Current
+from cray_agents.runtime.gateway.services import Current, Services
 from cray_agents.runtime.telemetry.call_metrics import EngineCollector, scrape
 from cray_agents.runtime.views.health_warnings import health_warnings
 from cray_agents.runtime.views.view_records import (
@@ -131,17 +132,31 @@ async def list_warnings(
     request: Request,
     since: Annotated[MaybeReal, Query(description="24 hours ago unless given.")] = None,
 ) -> Response:
-    """List failures that raise no error: runs without rewards, equal rewards, parser misses.
+    """List what went wrong: failed jobs, runs without rewards, equal rewards, parser misses.
 
-    They are looked for in the runs that began `since` then, in unix seconds.
+    They are looked for in the jobs that ended and the runs that began `since` then, in unix
+    seconds.
     """
     begin = time.time() - DAY if since is None else since
     missing = services.versions.missing()
 
     def read() -> dict[str, Any]:
-        return {"since": begin, "data": health_warnings(services.store, begin, missing)}
+        failed = _failed_jobs(services, begin)
+        return {"since": begin, "data": health_warnings(services.store, begin, missing, failed)}
 
     return await answer_read(request, read, long=True)
+
+
+def _failed_jobs(services: Services, since: float) -> dict[str, str]:
+    """Return the errors of the jobs that failed since then."""
+    failed = {}
+    for path in services.home.jobs.glob("job-*/status.json"):
+        with suppress(FileNotFoundError):  # it is tried again
+            if path.stat().st_mtime >= since:
+                job = services.trainer.status(path.parent.name)
+                if job.state == "failed":
+                    failed[job.id] = without_paths(job.error or "")
+    return failed
 
 
 # ---- what there is
@@ -231,6 +246,25 @@ async def pool(services: Current) -> Response:
         }
         | ({} if turns is None else {"turns": turns})
     )
+
+
+@router.get(
+    "/v1/pool/{replica}/log",
+    Role.admin,
+    media={"text/plain": {"type": "string"}},
+    fails="404 not_found",
+)
+def read_replica_log(
+    services: Current,
+    replica: ReplicaNumber,
+    tail: Annotated[Count, Query(description="How many lines.")] = 200,
+) -> bytes:
+    """Return the last lines of a replica's log, also of an earlier start. They count from 0."""
+    if replica >= len(services.pool.status()) + len(services.pool.spares_status()):
+        raise NotFound(f"no replica {replica}: GET /v1/pool lists them", param="replica")
+    jobs = sorted((services.home.replicas / str(replica)).glob("*/job.txt"), key=os.stat)
+    log = services.home.logs / f"replica-{replica}.log"
+    return last_lines(jobs[-1] if jobs and not log.exists() else log, tail)
 
 
 @router.post("/v1/pool/lease", Role.admin, answer=ReplicaLease, fails="404 no_lease", audited=False)

@@ -139,6 +139,12 @@ async def test_a_loop_has_its_success_and_its_points(tmp_path: Path) -> None:
         spent = added([row.spent for row in loops.data])
         used = [loops.uses["requests"], loops.uses["training"]]
         assert spent == pytest.approx(added(used))
+        jobs = table(home, store, by="job")
+        assert {row.job for row in jobs.data} == {"job-warm", "job-one", "job-own"}
+        trained = added([row.training for row in jobs.data])
+        assert trained == pytest.approx(added([loops.uses["training"]]))
+        with pytest.raises(BadInput, match="by job is of all"):
+            table(home, store, by="job", loop="loop")
 
 
 async def test_metrics_say_the_same_under_bounded_labels(
@@ -334,6 +340,7 @@ async def test_a_platforms_keys_pay_for_what_they_asked(tmp_path: Path) -> None:
             assert one.requests is not None and len(one.requests) == 1
             for key, query, refusal, param in (
                 (secret, "?by=loop", 403, None),
+                (secret, "?by=job", 403, None),
                 (secret, "?key=boss", 403, None),
                 (trainer, "?key=boss", 403, None),
                 (trainer, "?loop=none", 404, "loop"),

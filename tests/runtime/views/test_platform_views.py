@@ -21,6 +21,8 @@ from cray_agents.runtime.views.view_records import (
     UsageTable,
     WarningList,
 )
+from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus
 from tests.support.scripted_gateway import Gateway, echo, served, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -73,7 +75,8 @@ async def test_the_queue_counts_by_class_and_key(gateway: Gateway) -> None:
 
 async def test_loops_tell_their_last_iteration_and_held_out_success(gateway: Gateway) -> None:
     for number in range(3):
-        record = {**ITERATION, "iteration": number, "holdout_success": number / 4}
+        record = {**ITERATION, "iteration": number, "holdout_success": number / 4, "target": 0.9}
+        record |= {"test_success": 0.7} if number == 2 else {}
         await gateway.call("POST", f"/v1/loops/first/iterations/{number}", json=record)
     await gateway.call("POST", "/v1/loops/foreign/iterations/0", json={"score": 1})
     await gateway.call("POST", "/v1/loops/young/journal/settings-1", json={"a": 1})
@@ -82,12 +85,35 @@ async def test_loops_tell_their_last_iteration_and_held_out_success(gateway: Gat
     first = by_id["first"]
     assert first.iterations == 3 and first.last is not None and first.last.iteration == 2
     assert [point.success for point in first.holdout] == [0.0, 0.25, 0.5]
+    assert [point.test for point in first.holdout] == [None, None, 0.7]
+    assert first.last.target == 0.9 and first.last.control is None
     assert by_id["foreign"].last is None and by_id["foreign"].iterations == 1
     assert by_id["young"].iterations == 0
     one = await get(gateway, "/v1/loops?limit=1")
     rest = await get(gateway, f"/v1/loops?after={one['last_id']}")
     assert one["has_more"] and len(rest["data"]) == 2
     assert (await gateway.call("GET", "/v1/loops?after=none"))[0] == 400
+    for entry in ("settings-2", "settings-10", "settings-of"):
+        await gateway.call("POST", f"/v1/loops/young/journal/{entry}", json={"a": entry})
+    settings = (await get(gateway, "/v1/loops/young/settings"))["data"]
+    assert settings == [{"a": 1}, {"a": "settings-2"}, {"a": "settings-10"}]
+    assert (await get(gateway, "/v1/loops/first/settings"))["data"] == []
+
+
+async def test_a_replicas_log_is_read_at_its_end(gateway: Gateway) -> None:
+    status, none = await gateway.call("GET", "/v1/pool/0/log")
+    assert (status, none) == (200, "")
+    folder = gateway.services.home.replicas / "0" / "1"
+    folder.mkdir(parents=True)
+    (folder / "job.txt").write_text("of Slurm\n")
+    assert (await gateway.call("GET", "/v1/pool/0/log"))[1] == "of Slurm\n"
+    log = gateway.services.home.logs / "replica-0.log"
+    log.parent.mkdir(exist_ok=True)
+    log.write_text("first\nsecond\nthird\n")
+    assert (await gateway.call("GET", "/v1/pool/0/log?tail=2"))[1] == "second\nthird\n"
+    for name in ("99", "one"):
+        status, refused = await gateway.call("GET", f"/v1/pool/{name}/log")
+        assert status == 404 and refused["error"]["param"] == "replica"
 
 
 async def test_an_iteration_has_a_timeline_for_perfetto(gateway: Gateway) -> None:
@@ -173,6 +199,14 @@ async def test_silent_failures_are_warned_of(gateway: Gateway) -> None:
     kinds = {(warning.kind, warning.loop) for warning in warnings.data}
     assert {("no_rewards", "silent"), ("equal_rewards", "flat"), ("zero_variance", "flat")} <= kinds
     assert {("unparsed_tool_calls", None), ("unparsed_thoughts", None)} <= kinds
+    journal = JobJournal(gateway.services.home, "job-0")
+    steps = Hyperparameters(steps=1)
+    journal.write_spec(JobSpec(dataset="d", parent="p", parent_sha256="0", hyperparameters=steps))
+    journal.write_status(JobStatus(id="job-0", state="failed", error="no room in /secret/place"))
+    rows = (await get(gateway, "/v1/health/warnings"))["data"]
+    (failed,) = [row for row in rows if row["kind"] == "failed_job"]
+    assert (failed["job"], failed["level"]) == ("job-0", "error")
+    assert "no room" in failed["message"] and "/secret" not in failed["message"]
     later = WarningList.model_validate(await get(gateway, "/v1/health/warnings?since=3e9"))
     assert later.data == []
 

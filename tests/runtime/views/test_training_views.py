@@ -115,6 +115,10 @@ async def test_a_job_has_its_nodes(gateway: Gateway, dataset: str) -> None:
     body = {"dataset": dataset, "parent": "calc@1", "hyperparameters": {"steps": 2}}
     status, job = await gateway.call("POST", "/v1/jobs", json=body)
     assert status == 200, job
+    spec = await get(gateway, f"/v1/jobs/{job['id']}/spec")
+    assert (spec["dataset"], spec["hyperparameters"]["steps"]) == (dataset, 2)
+    assert "/" not in spec["parent"]
+    assert (await gateway.call("GET", "/v1/jobs/none/spec"))[0] == 404
     path = f"/v1/jobs/{job['id']}/hardware"
     shown = JobHardware.model_validate(await get(gateway, path))
     assert shown.nodes == [] and shown.slurm is None and shown.waits is None

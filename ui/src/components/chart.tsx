@@ -1,22 +1,26 @@
-/** Chart: curves over a common axis, drawn by uPlot on a canvas. The value at the pointer stands in its title.
+/** Chart: curves over a common axis, drawn by uPlot on a canvas. The values at the pointer stand in its title.
  *
  * Dragging zooms, a double click shows all again.
  */
 import { useEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
-import { brief, number, time } from "../lib/format";
+import { brief, number, oneLine, time } from "../lib/format";
 import { theme } from "../lib/theme";
 
 /** Distances of marks on an axis of steps, iterations or tasks. */
 const WHOLE = [1, 2, 5].flatMap((n) => Array.from({ length: 8 }, (_, power) => n * 10 ** power)).sort((a, b) => a - b);
+/** Colours of the curves, in their order; a limit is `good`. */
+const TONES = ["accent", "fair", "quiet", "bad", "text"];
 
 const DAY = 86_400; // seconds
 
-/** Return the range of an axis with a single point, which stands in the middle. */
-function alone(points: ChartProps["points"], step: number): { range?: [number, number] } {
-  const [x] = points[0] ?? [0];
-  return points.length === 1 ? { range: [x - step, x + step] } : {};
+type Points = readonly (readonly [number, number])[];
+
+/** Return the range of an axis with a single place, which stands in the middle. */
+function alone(places: readonly number[], step: number): { range?: [number, number] } {
+  const [x = 0] = places;
+  return places.length === 1 ? { range: [x - step, x + step] } : {};
 }
 
 /** Return the width of an axis whose longest label is not cut. */
@@ -29,60 +33,94 @@ function widthOf(plot: uPlot, labels: string[] | null): number {
   return Math.max(60, widest / devicePixelRatio + 16);
 }
 
-export interface ChartProps {
+export interface Curve {
   title: string;
-  points: readonly (readonly [number, number])[];
+  points: Points;
+  /** Drawn with a broken line. */
+  dashed?: boolean;
+}
+
+export interface ChartProps extends Curve {
   axis: string;
-  /** A value to reach, drawn as a dashed line. */
-  limit?: number;
+  /** Further curves over the same axis. */
+  more?: readonly Curve[];
+  /** A value to reach, drawn as a dashed line, and its name. */
+  limit?: number | null;
+  limitName?: string;
+  /** Write a value with its unit. */
+  show?: (value: number) => string;
+  /** Values lie in [0, 1], and so does the axis. */
+  share?: boolean;
   /** The axis is of unix seconds, written as dates and times. */
   clock?: boolean;
   /** Equal factors are equally far from each other. */
   logarithmic?: boolean;
 }
 
-export function Chart({ title, points, axis, limit, clock = false, logarithmic }: ChartProps) {
+export function Chart(props: ChartProps) {
+  const { title, points, dashed, more = [], axis, limit = null, limitName, show, share, clock = false, logarithmic } = props;
   const box = useRef<HTMLDivElement>(null);
   const value = useRef<HTMLSpanElement>(null);
-  const last = points.length ? `last ${brief(points.at(-1)![1])}` : "no data";
+  const curves: Curve[] = [{ title, points, dashed }, ...more].filter((one, n) => n === 0 || one.points.length);
+  const places = [...new Set(curves.flatMap((one) => one.points.map(([x]) => x)))].sort((a, b) => a - b);
+  const columns = curves.map((one) => {
+    const known = new Map(one.points);
+    return places.map((x) => known.get(x) ?? null);
+  });
+  const told = (values: readonly (number | null | undefined)[]) =>
+    values
+      .map((y, n) => {
+        if (y === null || y === undefined) return "";
+        return `${curves.length > 1 ? `${oneLine(curves[n]!.title, 40)} ` : ""}${show ? show(y) : brief(y)}`;
+      })
+      .filter(Boolean)
+      .join(", ");
+  const last = places.length ? `last ${told(curves.map((one) => one.points.at(-1)?.[1]))}` : "no data";
   const colours = theme.value;
+  const drawn = JSON.stringify([curves, limit]);
   useEffect(() => {
     const element = box.current;
-    if (!element || !points.length) return;
+    if (!element || !places.length) return;
     const style = getComputedStyle(document.documentElement);
-    const colour = (name: string) => style.getPropertyValue(name).trim();
-    const axes = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false } };
+    const colour = (name: string) => style.getPropertyValue(`--${name}`).trim();
+    const axes = { stroke: colour("quiet"), grid: { stroke: colour("line"), width: 1 }, ticks: { show: false } };
+    const labels = (_: uPlot, splits: (number | null)[]) => splits.map((y) => (y === null ? "" : show ? show(y) : number(y)));
     const plot = new uPlot(
       {
         width: element.clientWidth,
         height: 160,
-        scales: { x: { time: clock, ...alone(points, clock ? DAY : 1) }, y: logarithmic ? { distr: 3 } : {} },
+        scales: {
+          x: { time: clock, ...alone(places, clock ? DAY : 1) },
+          y: logarithmic ? { distr: 3 } : share ? { range: [-0.03, 1.03] } : {},
+        },
         series: [
           { label: axis },
-          { label: title, stroke: colour("--accent"), width: 1.5, spanGaps: false },
-          { label: "limit", stroke: colour("--good"), width: 1.5, dash: [6, 4], points: { show: false } },
-        ].slice(0, limit === undefined ? 2 : 3),
+          ...curves.map((one, n) => ({
+            label: one.title,
+            stroke: colour(TONES[n % TONES.length]!),
+            width: 1.5,
+            spanGaps: curves.length > 1,
+            dash: one.dashed ? [3, 4] : undefined,
+          })),
+          ...(limit === null ? [] : [{ label: "limit", stroke: colour("good"), width: 1.5, dash: [6, 4], points: { show: false } }]),
+        ],
         axes: [
           clock ? { ...axes, size: 40 } : { ...axes, size: 30, incrs: WHOLE, label: axis, labelSize: 16, labelGap: 0 },
-          { ...axes, size: widthOf, values: (_: uPlot, splits: (number | null)[]) => splits.map((y) => (y === null ? "" : number(y))) },
+          { ...axes, size: widthOf, values: labels },
         ],
         legend: { show: false },
         cursor: { drag: { x: true, y: false } },
         hooks: {
           setCursor: [
             ({ cursor: { idx } }: uPlot) => {
-              const point = idx === null || idx === undefined ? undefined : points[idx];
-              const at = point && (clock ? time(point[0]) : `${axis} ${number(point[0])}`);
-              if (value.current) value.current.textContent = point ? `${at}: ${brief(point[1])}` : last;
+              const x = idx === null || idx === undefined ? undefined : places[idx];
+              const at = x !== undefined && (clock ? time(x) : `${axis} ${number(x)}`);
+              if (value.current) value.current.textContent = at ? `${at}: ${told(columns.map((column) => column[idx!]))}` : last;
             },
           ],
         },
       },
-      [
-        points.map(([x]) => x),
-        points.map(([, y]) => y),
-        ...(limit === undefined ? [] : [points.map(() => limit)]),
-      ],
+      [places, ...columns, ...(limit === null ? [] : [places.map(() => limit)])],
       element,
     );
     const watcher = new ResizeObserver(() => plot.setSize({ width: element.clientWidth, height: 160 }));
@@ -91,17 +129,27 @@ export function Chart({ title, points, axis, limit, clock = false, logarithmic }
       watcher.disconnect();
       plot.destroy();
     };
-  }, [points, colours, limit, clock, logarithmic]);
-  const values = points.map(([, y]) => y);
-  const text = points.length
-    ? `${title}: ${points.length} points from ${number(values[0])} to ${number(values.at(-1))}`
-    : `${title}: no data`;
+  }, [drawn, colours, clock, logarithmic]);
+  const text = curves.map((one) => {
+    const [first, end] = [one.points[0]?.[1], one.points.at(-1)?.[1]];
+    return `${one.title}: ${one.points.length ? `${one.points.length} points from ${number(first)} to ${number(end)}` : "no data"}`;
+  });
   return (
     <figure style={{ margin: 0 }}>
       <figcaption>
-        <b>{title}</b> <span class="hint" ref={value}>{last}</span>
+        {curves.map((one, n) => (
+          <b key={n} class={curves.length > 1 ? `curve ${TONES[n % TONES.length]}` : ""}>
+            {oneLine(one.title, 60)}{" "}
+          </b>
+        ))}
+        {limitName && limit !== null && (
+          <b class="curve good">
+            {limitName} {show ? show(limit) : brief(limit)}{" "}
+          </b>
+        )}
+        <span class="hint" ref={value}>{last}</span>
       </figcaption>
-      <div ref={box} role="img" aria-label={text} />
+      <div ref={box} role="img" aria-label={text.join("; ")} />
     </figure>
   );
 }

@@ -29,6 +29,11 @@ export function JobState({ state }: { state: string }) {
   return <span class={`chip ${JOB_TONES[state] ?? ""}`}>{oneLine(state, 20)}</span>;
 }
 
+/** The state of a replica: `serving` answers. */
+export function ReplicaState({ of: { state = "?" } }: { of: { state?: string } }) {
+  return <span class={`chip ${state === "serving" ? "good" : state === "out" ? "bad" : "fair"}`}>{oneLine(state, 30)}</span>;
+}
+
 /** What became of an iteration's version; without a comparison nobody decided. */
 export function DecisionChip({ record, compared }: { record: { promoted: boolean }; compared: boolean }) {
   if (!compared) return <span class="chip">no candidate compared</span>;

@@ -10,6 +10,7 @@ import { openRun } from "../lib/run_list";
 import { CopyAs } from "./copy_as";
 import { RunLink, ScreenLink } from "./screen_link";
 import { Empty, Loaded, NotShown } from "./states";
+import { Table } from "./table";
 
 type Differences = components["schemas"]["DatasetDifferences"];
 type Compared = components["schemas"]["ComparedHistogram"];
@@ -28,7 +29,7 @@ const FIGURES: [name: "samples" | "tokens" | "trained_tokens" | "accepted_runs" 
   ["samples", "samples"],
   ["tokens", "tokens"],
   ["trained_tokens", "trained tokens"],
-  ["accepted_runs", "runs taken"],
+  ["accepted_runs", "accepted runs"],
   ["considered_runs", "runs considered"],
 ];
 
@@ -107,28 +108,16 @@ type PairRow = [about: string, one: number | null, other: number | null];
 
 function Pairs({ rows }: { rows: PairRow[] }) {
   return (
-    <div class="table-box" tabIndex={0} role="region" aria-label="Figures of both">
-      <table>
-        <thead>
-          <tr>
-            <th />
-            <th class="number">before</th>
-            <th class="number">after</th>
-            <th class="number">difference</th>
-          </tr>
-        </thead>
-        <tbody>
-          {rows.map(([about, one, other]) => (
-            <tr key={about}>
-              <td class="wrap">{oneLine(about, 60)}</td>
-              <td class="number">{compact(one)}</td>
-              <td class="number">{compact(other)}</td>
-              <td class="number">{one === null || other === null ? NONE : signed(other - one)}</td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
-    </div>
+    <Table
+      label="Figures of both"
+      heads={["", "before#", "after#", "difference#"]}
+      rows={rows.map(([about, one, other]) => [
+        oneLine(about, 60),
+        compact(one),
+        compact(other),
+        one === null || other === null ? NONE : signed(other - one),
+      ])}
+    />
   );
 }
 
@@ -158,9 +147,13 @@ function Recipes({ data }: { data: Differences }) {
   );
 }
 
+/** What became of a run, in the words of the command line. */
+function words(state: string): string {
+  return state === "taken" ? "accepted" : oneLine(state.replace(/_/g, " "), 60);
+}
+
 function Moves({ data }: { data: Differences }) {
   if (!data.moves.length) return <Empty>Every run fared the same in both.</Empty>;
-  const words = (state: string) => oneLine(state.replace(/_/g, " "), 60);
   return (
     <dl class="facts">
       {data.moves.slice(0, 100).map((move) => (
@@ -237,7 +230,6 @@ function Runs(props: { one: string; other: string; counts: Differences["runs"]; 
     Enter: ["open the run", () => openRun(rows[marked]?.run)],
   });
   const choose = (name: Change | null) => setParams({ change: name, after: null });
-  const words = (state: string) => oneLine(state.replace(/_/g, " "), 60);
   return (
     <section class="card wide">
       <div class="row" style={{ marginBottom: "0.5rem" }}>
@@ -257,34 +249,19 @@ function Runs(props: { one: string; other: string; counts: Differences["runs"]; 
             <Empty>There is no such run.</Empty>
           ) : (
             <>
-              <div class="table-box" tabIndex={0} role="region" aria-label="Runs of either set">
-                <table>
-                  <thead>
-                    <tr>
-                      <th>run</th>
-                      <th>task</th>
-                      <th>before</th>
-                      <th>after</th>
-                      <th class="number">reward</th>
-                      <th class="number">samples</th>
-                    </tr>
-                  </thead>
-                  <tbody>
-                    {data.map((row, n) => (
-                      <tr key={row.run} class={n === marked ? "selected" : ""}>
-                        <td class="wrap">
-                          <RunLink id={row.run} />
-                        </td>
-                        <td class="wrap">{row.task ? oneLine(row.task, 40) : NONE}</td>
-                        <td class="wrap">{words(row.before)}</td>
-                        <td class="wrap">{words(row.after)}</td>
-                        <td class="number">{pair(row.rewards)}</td>
-                        <td class="number">{pair(row.samples)}</td>
-                      </tr>
-                    ))}
-                  </tbody>
-                </table>
-              </div>
+              <Table
+                label="Runs of either set"
+                heads={["run", "task", "before", "after", "reward#", "samples#"]}
+                selected={marked}
+                rows={data.map((row) => [
+                  <RunLink id={row.run} />,
+                  row.task ? oneLine(row.task, 40) : NONE,
+                  words(row.before),
+                  words(row.after),
+                  pair(row.rewards),
+                  pair(row.samples),
+                ])}
+              />
               <div class="row" style={{ marginTop: "0.5rem" }}>
                 {after && <button onClick={() => setParams({ after: null })}>First ones</button>}
                 {has_more && <button onClick={() => setParams({ after: data.at(-1)?.run })}>More</button>}

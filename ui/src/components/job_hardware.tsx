@@ -1,8 +1,10 @@
 /** Job hardware: the nodes of a training job with their devices, curves of one of them, and its slowest rank. */
+import type { ComponentChildren } from "preact";
 import type { Answer } from "../lib/api";
 import { bytes, number, oneLine, percent, seconds, time } from "../lib/format";
 import { Chart } from "./chart";
 import { Empty, NotShown } from "./states";
+import { Table } from "./table";
 
 type Hardware = Answer<"/v1/jobs/{job_id}/hardware", "get">;
 type Node = Hardware["nodes"][number];
@@ -38,23 +40,15 @@ export function JobHardware(props: { of: Hardware; node: string; choose: (node: 
         <h2>Nodes</h2>
         {slurm && <p>{slurm.why_unknown ? oneLine(slurm.why_unknown, 300) : account(slurm)}</p>}
         {nodes.length ? (
-          <div class="table-box" tabIndex={0} role="region" aria-label="Nodes">
-            <table>
-              <thead>
-                <tr>
-                  {["node", "last sample", "GPUs", "busy", "power", "ports up", "sent", "received", "notes"].map((name) => (
-                    <th key={name}>{name}</th>
-                  ))}
-                </tr>
-              </thead>
-              <tbody>
-                {nodes.map((one) => (
-                  <NodeRow key={one.node} node={one} selected={one === chosen} choose={() => props.choose(one.node)} />
-                ))}
-              </tbody>
-            </table>
+          <>
+            <Table
+              label="Nodes"
+              heads={["node", "last sample", "GPUs", "busy", "power", "ports up", "sent", "received", "notes"]}
+              selected={nodes.indexOf(chosen!)}
+              rows={nodes.map((one) => cellsOf(one, one === chosen, () => props.choose(one.node)))}
+            />
             {has_more && <p class="hint">These are the first {nodes.length} nodes; cray-agents jobs show --hardware shows all.</p>}
-          </div>
+          </>
         ) : (
           <Empty>No node was sampled: the job has not started, or an older release trained it.</Empty>
         )}
@@ -67,14 +61,14 @@ export function JobHardware(props: { of: Hardware; node: string; choose: (node: 
           .slice(0, MOST_CURVES)
           .map(([name, points]) => (
             <section class="card" key={`${chosen.node} ${name}`}>
-              <Chart title={oneLine(`${chosen.node} ${name}`, 100)} axis="time" clock points={points as Point[]} />
+              <Chart title={oneLine(`${chosen.node} ${name}`, 100)} axis="time" clock show={/bytes/.test(name) ? bytes : undefined} points={points as Point[]} />
             </section>
           ))}
     </>
   );
 }
 
-function NodeRow({ node, selected, choose }: { node: Node; selected: boolean; choose: () => void }) {
+function cellsOf(node: Node, selected: boolean, choose: () => void): ComponentChildren[] {
   const busy = figures(node, /^gpu.*\.utilization$/);
   const watts = figures(node, /^gpu.*\.power_watts$/);
   const up = figures(node, /\.up$/);
@@ -84,23 +78,19 @@ function NodeRow({ node, selected, choose }: { node: Node; selected: boolean; ch
     ([name, value]) => typeof value === "string" || (/:\d+\./.test(name) && !/\.up$|_per_second$/.test(name)),
   );
   const kinds = [...new Set(node.gpus.map((gpu) => String(gpu.name)))];
-  return (
-    <tr class={selected ? "selected" : ""}>
-      <td>
-        <button aria-pressed={selected} onClick={choose}>
-          {oneLine(node.node, 100)}
-        </button>
-      </td>
-      <td>{time(node.time)}</td>
-      <td>{node.gpus.length ? `${node.gpus.length} × ${oneLine(kinds.join(", "), 100)}` : "no data"}</td>
-      <td>{busy.length ? percent(sum(busy) / busy.length) : "no data"}</td>
-      <td>{watts.length ? `${number(sum(watts))} W` : "no data"}</td>
-      <td>{up.length ? `${sum(up)} of ${up.length}` : "no data"}</td>
-      <td>{sent.length ? `${bytes(sum(sent))}/s` : "no data"}</td>
-      <td>{received.length ? `${bytes(sum(received))}/s` : "no data"}</td>
-      <td>{oneLine(notes.map(([name, value]) => `${name} ${value}`).join("; "), 300)}</td>
-    </tr>
-  );
+  return [
+    <button aria-pressed={selected} onClick={choose}>
+      {oneLine(node.node, 100)}
+    </button>,
+    time(node.time),
+    node.gpus.length ? `${node.gpus.length} × ${oneLine(kinds.join(", "), 100)}` : "no data",
+    busy.length ? percent(sum(busy) / busy.length) : "no data",
+    watts.length ? `${number(sum(watts))} W` : "no data",
+    up.length ? `${sum(up)} of ${up.length}` : "no data",
+    sent.length ? `${bytes(sum(sent))}/s` : "no data",
+    received.length ? `${bytes(sum(received))}/s` : "no data",
+    oneLine(notes.map(([name, value]) => `${name} ${value}`).join("; "), 300),
+  ];
 }
 
 function account(slurm: NonNullable<Hardware["slurm"]>): string {

@@ -34,7 +34,7 @@ function Reasoning({ text }: { text: string }) {
   );
 }
 
-const THINK = /^\s*<think>([\s\S]*?)<\/think>\s*/;
+export const THINK = /^\s*<think>([\s\S]*?)<\/think>\s*/;
 
 function Content({ content, thinking }: { content: unknown; thinking: boolean }) {
   if (content === null || content === undefined || content === "") return null;

@@ -20,8 +20,8 @@ function commands(text: string): Command[] {
   const made: Command[] = [];
   if (/^[A-Za-z0-9][\w.:@-]*$/.test(words)) {
     made.push({ label: `Open the run ${words}`, fragment: href(["run", words]) });
-    for (const screen of screens.value.filter((one) => !one.menu && one.name !== "run" && may(one.role))) {
-      made.push({ label: `Open ${screen.title.toLowerCase()} ${words}`, fragment: href([screen.name, words]) });
+    for (const screen of screens.value.filter((one) => one.opens && may(one.role))) {
+      made.push({ label: `Open the ${screen.opens} ${words}`, fragment: href([screen.name, words]) });
     }
   }
   if (may("train")) {
@@ -49,7 +49,7 @@ export function Palette({ close }: { close: () => void }) {
     event.preventDefault();
   };
   return (
-    <Dialog title="Search and commands" close={close}>
+    <Dialog title="Go to" close={close}>
       <input
         class="wide"
         autofocus

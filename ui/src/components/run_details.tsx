@@ -1,9 +1,11 @@
 /** Run details: the facts of a run and of its chosen turn, and its rewards. */
+import type { ComponentChildren } from "preact";
 import { href } from "../lib/route";
 import { number, oneLine, seconds, time, told } from "../lib/format";
 import type { components } from "../lib/openapi";
 import type { RunFacts } from "../lib/records";
 import { RewardChip, Version } from "./chips";
+import { Facts } from "./facts";
 import { Json } from "./json";
 import type { Outline } from "./run_outline";
 import { ScreenLink } from "./screen_link";
@@ -21,42 +23,35 @@ export function Details(props: {
     <aside class="details" aria-label="Details" tabIndex={0}>
       <section class="card">
         <h2>Run</h2>
-        <dl class="facts">
-          <dt>id</dt>
-          <dd class="mono">{oneLine(outline.id)}</dd>
-          <dt>agent</dt>
-          <dd>{oneLine(facts.agent ?? "")}</dd>
-          <dt>model</dt>
-          <dd>{(facts.models?.length ? facts.models : [facts.model]).slice(0, 10).map((one) => <div key={one}><Version id={one} /></div>)}</dd>
-          {facts.loop && (
-            <>
-              <dt>loop</dt>
-              <dd>
-                <ScreenLink to={["loop", facts.loop]}>{oneLine(facts.loop)}</ScreenLink> iteration {number(facts.iteration)}
-                {facts.attempt !== null && `, attempt ${facts.attempt}`}
-              </dd>
-            </>
-          )}
-          {facts.task && (
-            <>
-              <dt>task</dt>
-              <dd>
-                <ScreenLink to={["runs"]} params={{ q: `task:${facts.task}` }}>
-                  {oneLine(facts.task, 60)}
-                </ScreenLink>{" "}
-                ({facts.split})
-              </dd>
-            </>
-          )}
-          <dt>started</dt>
-          <dd>{time(facts.started)}</dd>
-          {facts.imported && (
-            <>
-              <dt>imported</dt>
-              <dd>{oneLine(facts.imported, 60)}</dd>
-            </>
-          )}
-        </dl>
+        <Facts
+          of={[
+            ["id", <span class="mono">{oneLine(outline.id)}</span>],
+            ["agent", oneLine(facts.agent ?? "")],
+            ["model", (facts.models?.length ? facts.models : [facts.model]).slice(0, 10).map((one) => <div key={one}><Version id={one} /></div>)],
+            [
+              "loop",
+              facts.loop && (
+                <>
+                  <ScreenLink to={["loop", facts.loop]}>{oneLine(facts.loop)}</ScreenLink> iteration {number(facts.iteration)}
+                  {facts.attempt !== null && `, attempt ${facts.attempt}`}
+                </>
+              ),
+            ],
+            [
+              "task",
+              facts.task && (
+                <>
+                  <ScreenLink to={["runs"]} params={{ q: `task:${facts.task}` }}>
+                    {oneLine(facts.task, 60)}
+                  </ScreenLink>{" "}
+                  ({facts.split})
+                </>
+              ),
+            ],
+            ["started", time(facts.started)],
+            ["imported", facts.imported && oneLine(facts.imported, 60)],
+          ]}
+        />
         {outline.error && (
           <>
             <h3 class="error-text">{oneLine(String(outline.error.type ?? "error"), 60)}</h3>
@@ -97,42 +92,20 @@ export function Details(props: {
       {turn && mark && (
         <section class="card">
           <h2>Turn {turn.n}</h2>
-          <dl class="facts">
-            <dt>version</dt>
-            <dd>
-              <Version id={turn.model} />
-            </dd>
-            {turn.seams.map((seam) => (
-              <div key={seam.at} style={{ display: "contents" }}>
-                <dt>from token {seam.at}</dt>
-                <dd>
-                  <Version id={seam.model} />
-                </dd>
-              </div>
-            ))}
-            <dt>call</dt>
-            <dd class="mono">{oneLine(turn.call_id)}</dd>
-            <dt>API</dt>
-            <dd>{oneLine(turn.api)}</dd>
-            <dt>tokens</dt>
-            <dd>
-              {number(turn.prompt_tokens)} read, {number(turn.sampled_tokens)} sampled
-            </dd>
-            <dt>seconds</dt>
-            <dd>
-              {seconds(turn.seconds)}, {seconds(mark.at ?? 0)} after the start
-            </dd>
-            <dt>ended by</dt>
-            <dd>{oneLine(turn.finish_reason ?? "–")}</dd>
-            {Object.entries(turn.sampling)
-              .slice(0, 30)
-              .map(([name, value]) => (
-                <div key={name} style={{ display: "contents" }}>
-                  <dt>{oneLine(name, 40)}</dt>
-                  <dd>{oneLine(JSON.stringify(value) ?? "", 200)}</dd>
-                </div>
-              ))}
-          </dl>
+          <Facts
+            of={[
+              ["version", <Version id={turn.model} />],
+              ...turn.seams.map((seam): [string, ComponentChildren] => [`from token ${seam.at}`, <Version id={seam.model} />]),
+              ["call", <span class="mono">{oneLine(turn.call_id)}</span>],
+              ["API", oneLine(turn.api)],
+              ["tokens", `${number(turn.prompt_tokens)} read, ${number(turn.sampled_tokens)} sampled`],
+              ["seconds", `${seconds(turn.seconds)}, ${seconds(mark.at ?? 0)} after the start`],
+              ["ended by", oneLine(turn.finish_reason ?? "–")],
+              ...Object.entries(turn.sampling)
+                .slice(0, 30)
+                .map(([name, value]): [string, string] => [oneLine(name, 40), oneLine(JSON.stringify(value) ?? "", 200)]),
+            ]}
+          />
           {turn.tools && turn.tools.length > 0 && (
             <details>
               <summary>tools defined: {turn.tools.length}</summary>

@@ -9,7 +9,7 @@ import { href, setParams } from "../lib/route";
 import { listed, listedMore, openNeighbour } from "../lib/run_list";
 import { useTurnWindows } from "../lib/turn_windows";
 import { RewardChip, Tag } from "./chips";
-import { MessageView } from "./message";
+import { MessageView, THINK } from "./message";
 import { Details } from "./run_details";
 import { OutlineList, type Outline } from "./run_outline";
 import { Failure, NotShown } from "./states";
@@ -35,8 +35,13 @@ export interface RunViewProps {
   keys?: Shortcuts;
 }
 
-/** Return the turn that the address names. */
+/** Return the turn that the address names, or that sampled the token that it names alone. */
 export function turnAt(outline: Outline, params: URLSearchParams): number {
+  if (!params.has("t") && params.has("tok")) {
+    const token = Number(params.get("tok"));
+    const n = outline.data.findIndex(({ prompt = 0, sampled = 0 }) => token >= prompt && token < prompt + sampled);
+    if (n >= 0) return n;
+  }
   return Math.min(Math.max(0, Number(params.get("t") ?? 0) || 0), Math.max(0, outline.turns - 1));
 }
 
@@ -205,6 +210,11 @@ function Head(props: { outline: Outline; facts: RunFacts; actions?: ComponentChi
         {outline.target !== null && (
           <span>
             <span class="quiet">target</span> {oneLine(told(outline.target), 120)}
+          </span>
+        )}
+        {facts.output && (
+          <span dir="auto">
+            <span class="quiet">answer</span> {oneLine(facts.output.replace(THINK, ""), 120)}
           </span>
         )}
         <span class="quiet">

@@ -11,7 +11,7 @@ export function TokenPanel(props: { id: string; n: number; params: URLSearchPara
   const { id, n, params, token, version } = props;
   const measure = (params.get("color") as Measure | null) ?? "logprob";
   const prompt = params.get("prompt") === "1";
-  const other = params.get("against") ?? "";
+  const other = params.get("against") ?? version ?? "";
   const tokens = useResource(
     (signal) =>
       get("/v1/trajectories/{run_id}/turns/{number}/tokens", {
@@ -34,7 +34,7 @@ export function TokenPanel(props: { id: string; n: number; params: URLSearchPara
         : Promise.resolve(undefined),
     [id, n, scored, other],
   );
-  const [text, setText] = useState(other || version || "");
+  const [text, setText] = useState(other);
   return (
     <>
       <div class="row">
@@ -42,10 +42,10 @@ export function TokenPanel(props: { id: string; n: number; params: URLSearchPara
           Colour{" "}
           <select
             value={measure}
-            onChange={(event) => setParams({ color: event.currentTarget.value, against: other || null })}
+            onChange={(event) => setParams({ color: event.currentTarget.value })}
           >
             {Object.entries(MEASURES)
-              .filter(([name]) => canScore || name === measure || !isScored(name as Measure))
+              .filter(([name]) => name !== "advantage" && (canScore || name === measure || !isScored(name as Measure)))
               .map(([name, about]) => (
                 <option key={name} value={name}>
                   {about}

@@ -1,18 +1,21 @@
 /** Tokens: the exact tokens of a turn, coloured by a measure. Only rows of tokens in sight are in the page. */
+import type { ComponentChildren } from "preact";
 import { useMemo } from "preact/hooks";
 import { number, plain } from "../lib/format";
 import type { components } from "../lib/openapi";
+import { Facts } from "./facts";
 import { VirtualList } from "./virtual_list";
 
 export type TurnTokens = components["schemas"]["TurnTokens"];
 export type TurnScore = components["schemas"]["TurnScore"];
-export type Measure = "logprob" | "delta" | "entropy" | "trained";
+export type Measure = "logprob" | "delta" | "entropy" | "trained" | "advantage";
 
 export const MEASURES: Record<Measure, string> = {
   logprob: "log-probability when sampled",
-  delta: "difference under another version",
-  entropy: "entropy under another version (a lower bound, from its top tokens)",
+  delta: "log-probability by a version, minus that when sampled",
+  entropy: "entropy by a version (a lower bound, from its top tokens)",
   trained: "trained on, or masked",
+  advantage: "advantage",
 };
 
 const MANY = 400; // tokens; more get a list of their own that scrolls
@@ -22,6 +25,7 @@ const LIMITS: Record<Measure, number[]> = {
   delta: [0.1, 0.3, 0.7, 1.5, 3],
   entropy: [0.1, 0.5, 1, 1.8, 2.6],
   trained: [],
+  advantage: [0.01, 0.3, 0.7, 1.2, 2],
 };
 
 function step(value: number, limits: number[]): number {
@@ -31,8 +35,10 @@ function step(value: number, limits: number[]): number {
 }
 
 /** Return the class of a token: its colour says the measure, its index in `tokens` is `n`. */
-function tone(tokens: TurnTokens, score: TurnScore | undefined, measure: Measure, n: number): string {
+function tone(props: Pick<TokensProps, "tokens" | "score" | "advantages" | "measure">, n: number): string {
+  const { tokens, score, advantages, measure } = props;
   if (measure === "trained") return tokens.trained[n] ? "trained" : "masked";
+  if (measure === "advantage") return tokens.trained[n] ? signedTone(advantages?.[n] ?? 0, LIMITS.advantage) : "masked";
   const logprob = tokens.logprobs[n];
   const sampled = tokens.first + n - tokens.prompt;
   if (sampled < 0) return "prompt";
@@ -43,9 +49,12 @@ function tone(tokens: TurnTokens, score: TurnScore | undefined, measure: Measure
   }
   const other = score?.logprobs[sampled];
   if (other === null || other === undefined || logprob === null || logprob === undefined) return "";
-  const difference = other - logprob;
-  const size = step(Math.abs(difference), LIMITS.delta);
-  return size === 0 ? "heat0" : `${difference > 0 ? "cool" : "heat"}${size}`;
+  return signedTone(other - logprob, LIMITS.delta);
+}
+
+function signedTone(value: number, limits: number[]): string {
+  const size = step(Math.abs(value), limits);
+  return size === 0 ? "heat0" : `${value > 0 ? "cool" : "heat"}${size}`;
 }
 
 /** Cut the tokens into rows, at the ends of lines where there are any. */
@@ -65,6 +74,8 @@ function rowsOf(texts: readonly string[]): [number, number][] {
 export interface TokensProps {
   tokens: TurnTokens;
   score?: TurnScore;
+  /** Of a training set's sample, of each token. */
+  advantages?: readonly (number | null)[];
   measure: Measure;
   /** The chosen token, as its place in the whole list. */
   selected: number | null;
@@ -101,7 +112,7 @@ export function Tokens(props: TokensProps) {
 }
 
 function TokenRow(props: TokensProps & { from: number; to: number; chosen: number }) {
-  const { tokens, score, measure, from, to, chosen } = props;
+  const { tokens, from, to, chosen } = props;
   const seams = new Map(tokens.seams.map((seam) => [seam.at - tokens.first, seam.model]));
   const made = [];
   for (let n = from; n < to; n++) {
@@ -114,7 +125,7 @@ function TokenRow(props: TokensProps & { from: number; to: number; chosen: numbe
       );
     }
     made.push(
-      <span key={n} data-n={n} class={`token ${tone(tokens, score, measure, n)}${n === chosen ? " selected" : ""}`}>
+      <span key={n} data-n={n} class={`token ${tone(props, n)}${n === chosen ? " selected" : ""}`}>
         {visible(tokens.texts[n]!)}
       </span>,
     );
@@ -136,8 +147,13 @@ export function Legend({ measure }: { measure: Measure }) {
       </span>
     );
   }
-  const names = measure === "delta" ? ["cool5", "cool3", "cool1", "heat0", "heat1", "heat3", "heat5"] : [0, 1, 2, 3, 4, 5].map((n) => `heat${n}`);
-  const ends = { logprob: ["certain", "surprising"], delta: ["likelier now", "less likely now"], entropy: ["certain", "open"] }[measure];
+  const names = measure === "delta" || measure === "advantage" ? ["cool5", "cool3", "cool1", "heat0", "heat1", "heat3", "heat5"] : [0, 1, 2, 3, 4, 5].map((n) => `heat${n}`);
+  const ends = {
+    logprob: ["certain", "surprising"],
+    delta: ["likelier by that version", "less likely"],
+    entropy: ["certain", "open"],
+    advantage: ["made likelier", "less likely"],
+  }[measure];
   return (
     <span class="legend">
       {ends[0]}
@@ -150,7 +166,8 @@ export function Legend({ measure }: { measure: Measure }) {
 }
 
 /** The facts of one token. */
-export function TokenFacts({ tokens, score, place }: { tokens: TurnTokens; score?: TurnScore; place: number }) {
+export function TokenFacts(props: Pick<TokensProps, "tokens" | "score" | "advantages"> & { place: number }) {
+  const { tokens, score, advantages, place } = props;
   const n = place - tokens.first;
   if (n < 0 || n >= tokens.ids.length) return null;
   const sampled = place - tokens.prompt;
@@ -158,47 +175,30 @@ export function TokenFacts({ tokens, score, place }: { tokens: TurnTokens; score
   const version = [...tokens.seams].reverse().find((seam) => seam.at <= place)?.model ?? tokens.model;
   const top = sampled >= 0 ? score?.top[sampled] : undefined;
   return (
-    <dl class="facts">
-      <dt>token</dt>
-      <dd class="mono">{JSON.stringify(plain(tokens.texts[n]!))}</dd>
-      <dt>id</dt>
-      <dd>{tokens.ids[n]}</dd>
-      <dt>place</dt>
-      <dd>
-        {place} of {tokens.total} {sampled >= 0 ? `(sampled ${sampled})` : "(prompt)"}
-      </dd>
-      {tokens.bytes[String(n)] && (
-        <>
-          <dt>bytes</dt>
-          <dd class="mono">{hex(tokens.bytes[String(n)]!)}</dd>
-        </>
-      )}
-      <dt>logprob</dt>
-      <dd>
-        {number(logprob)}
-        {logprob !== null && logprob !== undefined && ` (p = ${number(Math.exp(logprob))})`}
-      </dd>
-      <dt>version</dt>
-      <dd>{sampled >= 0 ? plain(version) : "none sampled it"}</dd>
-      <dt>trained</dt>
-      <dd>{tokens.trained[n] ? "yes" : "no"}</dd>
-      {score && sampled >= 0 && (
-        <>
-          <dt>under {plain(score.model)}</dt>
-          <dd>
-            {number(score.logprobs[sampled])}, entropy ≥ {number(score.entropy[sampled])}
-          </dd>
-          <dt>likeliest</dt>
-          <dd>
-            {top?.map((one) => (
-              <div key={one.id} class="mono">
-                {one.rank}. {JSON.stringify(plain(one.text))} {number(one.logprob)}
-              </div>
-            ))}
-          </dd>
-        </>
-      )}
-    </dl>
+    <Facts
+      of={[
+        ["token", <span class="mono">{JSON.stringify(plain(tokens.texts[n]!))}</span>],
+        ["id", tokens.ids[n]],
+        ["place", `${place} of ${tokens.total} ${sampled >= 0 ? `(sampled ${sampled})` : "(prompt)"}`],
+        ["bytes", tokens.bytes[String(n)] && <span class="mono">{hex(tokens.bytes[String(n)]!)}</span>],
+        ["logprob", number(logprob) + (logprob == null ? "" : ` (p = ${number(Math.exp(logprob))})`)],
+        ["version", sampled >= 0 ? plain(version) : "none sampled it"],
+        ["trained", (tokens.trained[n] ? "yes" : "no") + (advantages?.[n] == null ? "" : `, with advantage ${number(advantages[n])}`)],
+        ...(score && sampled >= 0
+          ? ([
+              [`under ${plain(score.model)}`, `${number(score.logprobs[sampled])}, entropy ≥ ${number(score.entropy[sampled])}`],
+              [
+                "likeliest",
+                top?.map((one) => (
+                  <div key={one.id} class="mono">
+                    {one.rank}. {JSON.stringify(plain(one.text))} {number(one.logprob)}
+                  </div>
+                )),
+              ],
+            ] as [string, ComponentChildren][])
+          : []),
+      ]}
+    />
   );
 }
 

@@ -7,7 +7,7 @@ export const NONE = "–";
 
 export function number(value: number | null | undefined): string {
   if (value === null || value === undefined || Number.isNaN(value)) return NONE;
-  if (value !== 0 && Math.abs(value) < 0.001) return value.toExponential(1);
+  if (value !== 0 && Math.abs(value) < 0.001) return value.toExponential(1).replace("e-", "e\u2212"); // no line breaks there
   return Math.abs(value) >= 1e12 ? value.toExponential(2) : NUMBER.format(value);
 }
 
@@ -31,13 +31,13 @@ export function compact(value: number | null | undefined): string {
 }
 
 export function percent(value: number | null | undefined): string {
-  return value === null || value === undefined ? NONE : `${NUMBER.format(Math.round(value * 1000) / 10)} %`;
+  return value === null || value === undefined ? NONE : `${NUMBER.format(Math.round(value * 1000) / 10)}\u00a0%`;
 }
 
 export function seconds(value: number | null | undefined): string {
   if (value === null || value === undefined) return NONE;
-  if (value < 1) return `${Math.round(value * 1000)} ms`;
-  if (value < 120) return `${value.toFixed(1)} s`;
+  if (value < 1) return `${Math.round(value * 1000)}\u00a0ms`;
+  if (value < 120) return `${value.toFixed(1)}\u00a0s`;
   if (value < 7200) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
   return `${Math.floor(value / 3600)} h ${Math.round((value % 3600) / 60)} min`;
 }
@@ -50,6 +50,13 @@ export function bytes(value: number | null | undefined): string {
     rest /= 1024;
   }
   return NONE;
+}
+
+/** Return how long a job will take yet, at the pace of its steps; nothing where that is not known. */
+export function leftOf(job: { state: string; step?: number; steps?: number; seconds?: number }): string {
+  const { step, steps, seconds: spent } = job;
+  if (job.state !== "running" || !step || !steps || !spent) return "";
+  return `, about ${seconds((spent / step) * (steps - step))} left`;
 }
 
 /** Return a unix time in seconds as local date and time. */

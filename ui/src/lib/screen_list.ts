@@ -15,6 +15,10 @@ export interface Screen {
   role: RoleName;
   /** In the menu; others are reached by links. */
   menu: boolean;
+  /** The screen of the menu that this one belongs to. */
+  under?: string;
+  /** What an id after its name opens, in the command palette. */
+  opens?: string;
   load: () => Promise<{ default: ComponentType<ScreenProps> }>;
 }
 

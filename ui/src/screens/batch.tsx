@@ -3,8 +3,10 @@ import { useState } from "preact/hooks";
 import { Action } from "../components/action";
 import { CopyAs, quoted } from "../components/copy_as";
 import { Download } from "../components/download";
+import { Facts } from "../components/facts";
 import { ScreenLink } from "../components/screen_link";
 import { Empty, Failure, Loaded, NotShown } from "../components/states";
+import { Pages, Table } from "../components/table";
 import { address, get, post } from "../lib/api";
 import { compact, number, oneLine, percent, seconds, time } from "../lib/format";
 import { useKeys } from "../lib/keyboard";
@@ -51,42 +53,21 @@ function List({ params }: { params: URLSearchParams }) {
             <Empty>No batch was submitted yet. "cray-agents batch run FILE" sends one.</Empty>
           ) : (
             <div class="section">
-              <div class="table-box" tabIndex={0} role="region" aria-label="Batches">
-                <table>
-                  <thead>
-                    <tr>
-                      <th>batch</th>
-                      <th>status</th>
-                      <th>model</th>
-                      <th class="number">done</th>
-                      <th class="number">lines</th>
-                      <th class="number">failed</th>
-                      <th>sent</th>
-                    </tr>
-                  </thead>
-                  <tbody>
-                    {data.map((one, n) => (
-                      <tr key={one.id} class={n === chosen ? "selected" : ""}>
-                        <td class="wrap">
-                          <ScreenLink to={["batch", one.id]}>{oneLine(one.id, 60)}</ScreenLink>
-                        </td>
-                        <td>
-                          <Status batch={one} />
-                        </td>
-                        <td class="wrap">{one.model ? oneLine(one.model, 60) : "–"}</td>
-                        <td class="number">{percent(share(one))}</td>
-                        <td class="number">{known(one) ? number(counts(one).total) : "–"}</td>
-                        <td class="number">{number(counts(one).failed)}</td>
-                        <td style={{ whiteSpace: "nowrap" }}>{time(one.created_at)}</td>
-                      </tr>
-                    ))}
-                  </tbody>
-                </table>
-              </div>
-              <div class="row">
-                {after && <button onClick={() => setParams({ after: null, at: null })}>Newest</button>}
-                {has_more && <button onClick={() => setParams({ after: data.at(-1)?.id, at: null })}>Older ones</button>}
-              </div>
+              <Table
+                label="Batches"
+                heads={["batch", "status", "model", "done#", "lines#", "failed#", "sent"]}
+                selected={chosen}
+                rows={data.map((one) => [
+                  <ScreenLink to={["batch", one.id]}>{oneLine(one.id, 60)}</ScreenLink>,
+                  <Status batch={one} />,
+                  one.model ? oneLine(one.model, 60) : "–",
+                  percent(share(one)),
+                  known(one) ? number(counts(one).total) : "–",
+                  number(counts(one).failed),
+                  time(one.created_at),
+                ])}
+              />
+              <Pages after={after} next={has_more && data.at(-1)?.id} />
             </div>
           )
         }
@@ -141,7 +122,7 @@ function One({ id }: { id: string }) {
             <NotShown count={(data.errors?.data.length ?? 0) - 5} what="errors" />
             <div class="cards">
               <Progress batch={data} />
-              <Facts batch={data} />
+              <About batch={data} />
               {GOES_ON.includes(data.status) && <Queue />}
             </div>
             <section class="card wide">
@@ -188,20 +169,14 @@ function Progress({ batch }: { batch: Entry }) {
           <div class="bar" role="progressbar" aria-label="lines done" aria-valuemin={0} aria-valuemax={total} aria-valuenow={done}>
             <span style={{ width: `${(100 * done) / Math.max(total, 1)}%` }} />
           </div>
-          <dl class="facts" style={{ marginTop: "0.6rem" }}>
-            <dt>answered</dt>
-            <dd>{number(completed)}</dd>
-            <dt>failed</dt>
-            <dd class={failed ? "error-text" : ""}>{number(failed)}</dd>
-            <dt>speed</dt>
-            <dd>{speed !== null ? `${number(speed)} lines/s` : goesOn ? "not known yet" : "all in less than a second"}</dd>
-            {goesOn && (
-              <>
-                <dt>left</dt>
-                <dd>{speed === null ? "not known yet" : `about ${seconds((total - done) / speed)}`}</dd>
-              </>
-            )}
-          </dl>
+          <Facts
+            of={[
+              ["answered", number(completed)],
+              ["failed", <span class={failed ? "error-text" : ""}>{number(failed)}</span>],
+              ["speed", speed !== null ? `${number(speed)} lines/s` : goesOn ? "not known yet" : "all in less than a second"],
+              ["left", goesOn && (speed === null ? "not known yet" : `about ${seconds((total - done) / speed)}`)],
+            ]}
+          />
         </>
       ) : (
         <Empty>{batch.status === "failed" ? "No line was sent: the input has errors." : "The input is being checked."}</Empty>
@@ -210,33 +185,27 @@ function Progress({ batch }: { batch: Entry }) {
   );
 }
 
-function Facts({ batch }: { batch: Entry }) {
+function About({ batch }: { batch: Entry }) {
   const { usage } = batch;
   return (
     <section class="card">
       <h2>What it is</h2>
-      <dl class="facts">
-        <dt>model</dt>
-        <dd>{batch.model ? oneLine(batch.model, 80) : "lines name several, or none yet"}</dd>
-        <dt>asks</dt>
-        <dd class="mono">{batch.endpoint}</dd>
-        <dt>tokens</dt>
-        <dd>
-          {usage ? `${compact(usage.input_tokens)} in (${compact(usage.input_tokens_details.cached_tokens)} cached), ${compact(usage.output_tokens)} out` : "none yet"}
-        </dd>
-        <dt>sent</dt>
-        <dd>{time(batch.created_at)}</dd>
-        <dt>{batch.completed_at ? "completed" : "must end by"}</dt>
-        <dd>{time(batch.completed_at ?? batch.expires_at)}</dd>
-        <dt>input</dt>
-        <dd class="mono">{oneLine(batch.input_file_id, 60)}</dd>
-        {Object.entries(batch.metadata ?? {}).map(([name, value]) => (
-          <>
-            <dt key={name}>{oneLine(name, 40)}</dt>
-            <dd>{oneLine(value, 200)}</dd>
-          </>
-        ))}
-      </dl>
+      <Facts
+        of={[
+          ["model", batch.model ? oneLine(batch.model, 80) : "lines name several, or none yet"],
+          ["asks", <span class="mono">{batch.endpoint}</span>],
+          [
+            "tokens",
+            usage
+              ? `${compact(usage.input_tokens)} in (${compact(usage.input_tokens_details.cached_tokens)} cached), ${compact(usage.output_tokens)} out`
+              : "none yet",
+          ],
+          ["sent", time(batch.created_at)],
+          [batch.completed_at ? "completed" : "must end by", time(batch.completed_at ?? batch.expires_at)],
+          ["input", <span class="mono">{oneLine(batch.input_file_id, 60)}</span>],
+          ...Object.entries(batch.metadata ?? {}).map(([name, value]): [string, string] => [oneLine(name, 40), oneLine(value, 200)]),
+        ]}
+      />
     </section>
   );
 }
@@ -248,16 +217,13 @@ function Queue() {
       <h2>Queue</h2>
       <Loaded of={queue}>
         {({ batch, interactive }) => (
-          <dl class="facts">
-            <dt>lines at the engines</dt>
-            <dd>{number(batch.inside)}</dd>
-            <dt>lines waiting</dt>
-            <dd>{number(batch.waiting)}</dd>
-            <dt>people's requests</dt>
-            <dd>
-              {number(interactive.inside)} at the engines, {number(interactive.waiting)} waiting; they come first
-            </dd>
-          </dl>
+          <Facts
+            of={[
+              ["lines at the engines", number(batch.inside)],
+              ["lines waiting", number(batch.waiting)],
+              ["people's requests", `${number(interactive.inside)} at the engines, ${number(interactive.waiting)} waiting; they come first`],
+            ]}
+          />
         )}
       </Loaded>
     </section>
@@ -269,35 +235,21 @@ function Errors({ found }: { found: components["schemas"]["BatchErrors"] }) {
     return <Empty>{found.lines ? `None of ${number(found.lines)} lines failed.` : "No line has a result yet."}</Empty>;
   }
   return (
-    <div class="table-box" tabIndex={0} role="region" aria-label="Failed lines by code">
-      <table>
-        <thead>
-          <tr>
-            <th>code</th>
-            <th class="number">HTTP</th>
-            <th class="number">lines</th>
-            <th>for example</th>
-          </tr>
-        </thead>
-        <tbody>
-          {found.data.map((one) => (
-            <tr key={one.code}>
-              <td class="mono">{oneLine(one.code, 60)}</td>
-              <td class="number">{one.status ?? "–"}</td>
-              <td class="number">{number(one.lines)}</td>
-              <td class="wrap">
-                {one.examples.map((line, n) => (
-                  <div key={n}>
-                    {line.custom_id && <b>{oneLine(line.custom_id, 60)}: </b>}
-                    {oneLine(line.message, 300) || <span class="hint">no message</span>}
-                  </div>
-                ))}
-              </td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
-    </div>
+    <Table
+      label="Failed lines by code"
+      heads={["code", "HTTP#", "lines#", "for example"]}
+      rows={found.data.map((one) => [
+        <span class="mono">{oneLine(one.code, 60)}</span>,
+        one.status ?? "–",
+        number(one.lines),
+        one.examples.map((line, n) => (
+          <div key={n}>
+            {line.custom_id && <b>{oneLine(line.custom_id, 60)}: </b>}
+            {oneLine(line.message, 300) || <span class="hint">no message</span>}
+          </div>
+        )),
+      ])}
+    />
   );
 }
 

@@ -2,12 +2,14 @@
 import { useMemo, useState } from "preact/hooks";
 import { CopyAs, quoted } from "../components/copy_as";
 import { DatasetDiff } from "../components/dataset_diff";
+import { Facts } from "../components/facts";
 import { Funnel } from "../components/funnel";
 import { Histogram, type HistogramData } from "../components/histogram";
 import { RunLink, ScreenLink } from "../components/screen_link";
 import { Empty, Failure, Loaded, NotShown } from "../components/states";
+import { Pages, Table } from "../components/table";
 import { Text } from "../components/text";
-import { Legend, TokenFacts, Tokens, type Measure, type TurnTokens } from "../components/tokens";
+import { Legend, MEASURES, TokenFacts, Tokens, type Measure, type TurnTokens } from "../components/tokens";
 import { address, get, request } from "../lib/api";
 import { compact, number, oneLine, time } from "../lib/format";
 import { useKeys } from "../lib/keyboard";
@@ -20,6 +22,7 @@ import type { ScreenProps } from ".";
 type Sample = components["schemas"]["ShownSample"];
 const PAGE = 50;
 const SPLITS = ["train", "validation"] as const;
+const COLOURS: readonly Measure[] = ["trained", "logprob", "advantage"];
 
 export default function Dataset({ path, params }: ScreenProps) {
   const id = path[0];
@@ -69,51 +72,27 @@ function List({ params }: { params: URLSearchParams }) {
             <Empty>No training set was built yet. "cray-agents dataset build" makes one of stored runs.</Empty>
           ) : (
             <div class="section">
-              <div class="table-box" tabIndex={0} role="region" aria-label="Training sets">
-                <table>
-                  <thead>
-                    <tr>
-                      <th>
-                        <span class="visually-hidden">marked</span>
-                      </th>
-                      <th>training set</th>
-                      <th>method</th>
-                      <th class="number">samples</th>
-                      <th class="number">trained tokens</th>
-                      <th class="number">runs taken</th>
-                      <th class="number">considered</th>
-                      <th>built</th>
-                    </tr>
-                  </thead>
-                  <tbody>
-                    {data.map((one, n) => (
-                      <tr key={one.id} class={n === chosen ? "selected" : ""}>
-                        <td>
-                          <input
-                            type="checkbox"
-                            aria-label={`mark ${oneLine(one.id, 60)}`}
-                            checked={marked.includes(one.id)}
-                            onChange={() => mark(one.id)}
-                          />
-                        </td>
-                        <td class="wrap">
-                          <ScreenLink to={["dataset", one.id]}>{oneLine(one.id, 60)}</ScreenLink>
-                        </td>
-                        <td>{oneLine(one.method, 20)}</td>
-                        <td class="number">{number(one.samples)}</td>
-                        <td class="number">{compact(one.trained_tokens)}</td>
-                        <td class="number">{number(one.accepted_runs)}</td>
-                        <td class="number">{number(one.considered_runs)}</td>
-                        <td style={{ whiteSpace: "nowrap" }}>{time(one.created)}</td>
-                      </tr>
-                    ))}
-                  </tbody>
-                </table>
-              </div>
-              <div class="row">
-                {after && <button onClick={() => setParams({ after: null, at: null })}>Newest</button>}
-                {has_more && <button onClick={() => setParams({ after: data.at(-1)?.id, at: null })}>Older ones</button>}
-              </div>
+              <Table
+                label="Training sets"
+                heads={["marked", "training set", "method", "samples#", "trained tokens#", "accepted runs#", "considered#", "built"]}
+                selected={chosen}
+                rows={data.map((one) => [
+                  <input
+                    type="checkbox"
+                    aria-label={`mark ${oneLine(one.id, 60)}`}
+                    checked={marked.includes(one.id)}
+                    onChange={() => mark(one.id)}
+                  />,
+                  <ScreenLink to={["dataset", one.id]}>{oneLine(one.id, 60)}</ScreenLink>,
+                  oneLine(one.method, 20),
+                  number(one.samples),
+                  compact(one.trained_tokens),
+                  number(one.accepted_runs),
+                  number(one.considered_runs),
+                  time(one.created),
+                ])}
+              />
+              <Pages after={after} next={has_more && data.at(-1)?.id} />
             </div>
           )
         }
@@ -147,25 +126,18 @@ function One({ id, params }: { id: string; params: URLSearchParams }) {
             <div class="cards">
               <section class="card">
                 <h2>What it is</h2>
-                <dl class="facts">
-                  <dt>method</dt>
-                  <dd>{oneLine(data.method, 40)}</dd>
-                  <dt>samples</dt>
-                  <dd>{number(data.samples)}</dd>
-                  <dt>trained tokens</dt>
-                  <dd>{compact(data.trained_tokens)}</dd>
-                  <dt>runs</dt>
-                  <dd>
-                    {number(data.accepted_runs)} of {number(data.considered_runs)} considered
-                  </dd>
-                  <dt>to train on it</dt>
-                  <dd>
-                    <code class="command">cray-agents jobs submit --dataset {quoted(id)} --parent NAME</code>
-                  </dd>
-                </dl>
+                <Facts
+                  of={[
+                    ["method", oneLine(data.method, 40)],
+                    ["samples", number(data.samples)],
+                    ["trained tokens", compact(data.trained_tokens)],
+                    ["runs", `${number(data.accepted_runs)} of ${number(data.considered_runs)} considered`],
+                    ["to train on it", <code class="command">cray-agents jobs submit --dataset {quoted(id)} --parent NAME</code>],
+                  ]}
+                />
               </section>
               <section class="card">
-                <h2>Considered, taken, left out</h2>
+                <h2>Considered, accepted, left out</h2>
                 <Loaded of={histograms}>{({ funnel }) => <Funnel dataset={id} counts={funnel} />}</Loaded>
               </section>
               <section class="card">
@@ -248,7 +220,7 @@ function Versions({ versions, samples }: { versions: Record<string, number>; sam
 function Samples({ id, params }: { id: string; params: URLSearchParams }) {
   const split = SPLITS.find((one) => one === params.get("split")) ?? "train";
   const at = Math.max(0, Math.floor(Number(params.get("at")) || 0));
-  const measure: Measure = params.get("color") === "logprob" ? "logprob" : "trained";
+  const measure = COLOURS.find((one) => one === params.get("color")) ?? "trained";
   const page = useResource(
     (signal) =>
       get("/v1/datasets/{dataset_id}/samples", {
@@ -282,8 +254,11 @@ function Samples({ id, params }: { id: string; params: URLSearchParams }) {
           value={measure}
           onChange={(event) => setParams({ color: event.currentTarget.value })}
         >
-          <option value="trained">loss mask</option>
-          <option value="logprob">log-probability</option>
+          {COLOURS.map((one) => (
+            <option key={one} value={one}>
+              {MEASURES[one]}
+            </option>
+          ))}
         </select>
         <button disabled={at === 0} onClick={() => show(at - 1)}>
           Previous
@@ -321,8 +296,8 @@ function SampleView({ sample, measure, params }: { sample: Sample; measure: Meas
         <span>{number(sample.trained.filter(Boolean).length)} trained on</span>
         {sample.texts === null && <span>its tokenizer is not here: ids are shown</span>}
       </p>
-      <Tokens tokens={tokens} measure={measure} selected={place} onSelect={(n) => setParams({ tok: n })} />
-      {place !== null && <TokenFacts tokens={tokens} place={place} />}
+      <Tokens tokens={tokens} advantages={sample.advantages} measure={measure} selected={place} onSelect={(n) => setParams({ tok: n })} />
+      {place !== null && <TokenFacts tokens={tokens} advantages={sample.advantages} place={place} />}
     </>
   );
 }
@@ -379,7 +354,7 @@ function Considered({ id, params }: { id: string; params: URLSearchParams }) {
         <h2 style={{ margin: 0 }}>Runs</h2>
         {(["", "in", "out"] as const).map((one) => (
           <button key={one} aria-pressed={!reason && which === one} onClick={() => choose(one)}>
-            {{ "": "all", in: "taken", out: "left out" }[one]}
+            {{ "": "all", in: "accepted", out: "left out" }[one]}
           </button>
         ))}
         {reason && (
@@ -394,39 +369,22 @@ function Considered({ id, params }: { id: string; params: URLSearchParams }) {
             <Empty>No run that was considered matches.</Empty>
           ) : (
             <>
-              <div class="table-box" tabIndex={0} role="region" aria-label="Considered runs">
-                <table>
-                  <thead>
-                    <tr>
-                      <th>run</th>
-                      <th>task</th>
-                      <th class="number">reward</th>
-                      <th>in the set</th>
-                      <th>why not</th>
-                      <th class="number">samples</th>
-                    </tr>
-                  </thead>
-                  <tbody>
-                    {data.map((one, n) => (
-                      <tr key={one.run} class={n === marked ? "selected" : ""}>
-                        <td class="wrap">
-                          <RunLink id={one.run} />
-                        </td>
-                        <td class="wrap">{one.task ? oneLine(one.task, 40) : "–"}</td>
-                        <td class="number">{number(one.reward)}</td>
-                        <td>
-                          <span class={`chip ${one.accepted ? "good" : "bad"}`}>{one.accepted ? "taken" : "left out"}</span>
-                        </td>
-                        <td class="wrap">
-                          {one.reason ? oneLine(one.reason.replace(/_/g, " "), 60) : "–"}
-                          {one.detail && <div class="quiet">{oneLine(one.detail, 200)}</div>}
-                        </td>
-                        <td class="number">{number(one.samples)}</td>
-                      </tr>
-                    ))}
-                  </tbody>
-                </table>
-              </div>
+              <Table
+                label="Considered runs"
+                heads={["run", "task", "reward#", "in the set", "why not", "samples#"]}
+                selected={marked}
+                rows={data.map((one) => [
+                  <RunLink id={one.run} />,
+                  one.task ? oneLine(one.task, 40) : "–",
+                  number(one.reward),
+                  <span class={`chip ${one.accepted ? "good" : "bad"}`}>{one.accepted ? "accepted" : "left out"}</span>,
+                  <>
+                    {one.reason ? oneLine(one.reason.replace(/_/g, " "), 60) : "–"}
+                    {one.detail && <div class="quiet">{oneLine(one.detail, 200)}</div>}
+                  </>,
+                  number(one.samples),
+                ])}
+              />
               <div class="row" style={{ marginTop: "0.5rem" }}>
                 {after && <button onClick={() => setParams({ after: null })}>First ones</button>}
                 {has_more && <button onClick={() => setParams({ after: data.at(-1)?.run })}>More</button>}

@@ -4,9 +4,11 @@ import { Chart } from "../components/chart";
 import { DecisionChip, Version } from "../components/chips";
 import { CopyAs } from "../components/copy_as";
 import { Download } from "../components/download";
+import { Facts } from "../components/facts";
 import { Funnel } from "../components/funnel";
 import { ScreenLink } from "../components/screen_link";
 import { Empty, Failure, Loaded } from "../components/states";
+import { Table } from "../components/table";
 import { Timeline, type TraceEvent } from "../components/timeline";
 import { address, get } from "../lib/api";
 import { number, oneLine, percent, signed, time } from "../lib/format";
@@ -101,90 +103,43 @@ function DecisionCard({ detail }: { detail: Detail }) {
   return (
     <section class="card">
       <h2>Decision</h2>
-      <dl class="facts">
-        <dt>{compared(detail) ? "candidate" : "version"}</dt>
-        <dd>
-          <Version id={record.version} />
-        </dd>
-        {incumbent && (
-          <>
-            <dt>against</dt>
-            <dd>
-              <Version id={incumbent} />
-            </dd>
-          </>
-        )}
-        <dt>held out</dt>
-        <dd>
-          {record.holdout_tasks ? `${percent(record.holdout_success)} of ${number(record.holdout_tasks)} tasks` : "not evaluated"}
-        </dd>
-        {!!record.test_tasks && (
-          <>
-            <dt>test</dt>
-            <dd>
-              {percent(record.test_success)} of {number(record.test_tasks)} tasks, by {oneLine(record.test_version ?? "", 60)}
-            </dd>
-          </>
-        )}
-        {numbers && (
-          <>
-            <dt>difference</dt>
-            <dd>
-              {signed(numbers.difference)} ± {number(numbers.error)}
-            </dd>
-          </>
-        )}
-        {compared(detail) && (
-          <>
-            <dt>pairs</dt>
-            <dd>
-              {number(record.wins)} won, {number(record.losses)} lost, {number(record.ties)} even
-              {numbers && `, of at most ${number(numbers.planned)}`}
-            </dd>
-            <dt>evidence</dt>
-            <dd>
-              {number(record.evidence)}
-              {numbers && ` of ${number(numbers.limit)}`}
-            </dd>
-            <dt>incomplete</dt>
-            <dd>
-              {gaps.some(Boolean)
+      <Facts
+        of={[
+          [compared(detail) ? "candidate" : "version", <Version id={record.version} />],
+          ["against", incumbent && <Version id={incumbent} />],
+          ["held-out", record.holdout_tasks ? `${percent(record.holdout_success)} of ${number(record.holdout_tasks)} tasks` : "not evaluated"],
+          [
+            "test",
+            !!record.test_tasks &&
+              `${percent(record.test_success)} of ${number(record.test_tasks)} tasks, by ${oneLine(record.test_version ?? "", 60)}`,
+          ],
+          ["difference", numbers && `${signed(numbers.difference)} ± ${number(numbers.error)}`],
+          [
+            "pairs",
+            compared(detail) &&
+              `${number(record.wins)} won, ${number(record.losses)} lost, ${number(record.ties)} even${numbers ? `, of at most ${number(numbers.planned)}` : ""}`,
+          ],
+          ["evidence", compared(detail) && `${number(record.evidence)}${numbers ? ` of ${number(numbers.limit)}` : ""}`],
+          [
+            "incomplete",
+            compared(detail) &&
+              (gaps.some(Boolean)
                 ? `${number(gaps[0])} unscored (count as the worst), ${number(gaps[1])} without the incumbent's reward, ${number(gaps[2])} failed by the infrastructure`
-                : "none"}
-            </dd>
-          </>
-        )}
-        <dt>probe</dt>
-        <dd>
-          {record.probe_max_logprob_diff === null || record.probe_max_logprob_diff === undefined
-            ? "not measured"
-            : `${number(record.probe_max_logprob_diff)} nats at most between trainer and engine`}
-        </dd>
-        {decision && (
-          <>
-            <dt>by</dt>
-            <dd>{oneLine(decision.who, 100)}</dd>
-            <dt>at</dt>
-            <dd>{time(decision.time)}</dd>
-          </>
-        )}
-        <dt>why</dt>
-        <dd>{oneLine(decision?.reason || record.note || whyNot(detail), 600)}</dd>
-        {record.stopped && (
-          <>
-            <dt>the loop ended</dt>
-            <dd>{oneLine(record.stopped, 300)}</dd>
-          </>
-        )}
-        {record.job && (
-          <>
-            <dt>job</dt>
-            <dd>
-              <ScreenLink to={["job", record.job]}>{oneLine(record.job, 60)}</ScreenLink>
-            </dd>
-          </>
-        )}
-      </dl>
+                : "none"),
+          ],
+          [
+            "logprob check",
+            record.probe_max_logprob_diff == null
+              ? "not measured"
+              : `${number(record.probe_max_logprob_diff)} nats at most between trainer and engine`,
+          ],
+          ["by", decision && oneLine(decision.who, 100)],
+          ["at", decision && time(decision.time)],
+          ["why", oneLine(decision?.reason || record.note || whyNot(detail), 600)],
+          ["the loop ended", record.stopped && oneLine(record.stopped, 300)],
+          ["job", record.job && <ScreenLink to={["job", record.job]}>{oneLine(record.job, 60)}</ScreenLink>],
+        ]}
+      />
     </section>
   );
 }
@@ -227,35 +182,18 @@ function GuardsCard({ detail }: { detail: Detail }) {
       {guards.length === 0 ? (
         <Empty>No guard was on: the test watches no tag, and saw no hidden probes.</Empty>
       ) : (
-        <div class="table-box" tabIndex={0} role="region" aria-label="Guards">
-          <table>
-            <thead>
-              <tr>
-                <th>tag</th>
-                <th class="number">tasks</th>
-                <th class="number">difference</th>
-                <th class="number">evidence</th>
-              </tr>
-            </thead>
-            <tbody>
-              {guards.map((one) => (
-                <tr key={one.tag}>
-                  <td class="wrap">
-                    {oneLine(one.tag, 80)}{" "}
-                    <span class={`chip ${one.failed ? "bad" : "good"}`}>{one.failed ? "failed" : "holds"}</span>
-                  </td>
-                  <td class="number">{number(one.tasks)}</td>
-                  <td class="number">
-                    {signed(one.difference)} ± {number(one.error)}
-                  </td>
-                  <td class="number">
-                    {number(one.evidence)} of {number(one.limit)}
-                  </td>
-                </tr>
-              ))}
-            </tbody>
-          </table>
-        </div>
+        <Table
+          label="Guards"
+          heads={["tag", "tasks#", "difference#", "evidence#"]}
+          rows={guards.map((one) => [
+            <>
+              {oneLine(one.tag, 80)} <span class={`chip ${one.failed ? "bad" : "good"}`}>{one.failed ? "failed" : "holds"}</span>
+            </>,
+            number(one.tasks),
+            `${signed(one.difference)} ± ${number(one.error)}`,
+            `${number(one.evidence)} of ${number(one.limit)}`,
+          ])}
+        />
       )}
     </section>
   );
@@ -326,36 +264,18 @@ function Groups({ loop, iteration }: { loop: string; iteration: number }) {
                 {number(tried.length)}
                 {has_more && ` among ${seen}`}
               </p>
-              <div class="table-box" tabIndex={0} role="region" aria-label="Groups">
-                <table>
-                  <thead>
-                    <tr>
-                      <th>task</th>
-                      <th class="number">attempts</th>
-                      <th class="number">rewards</th>
-                      <th />
-                    </tr>
-                  </thead>
-                  <tbody>
-                    {order.map((one) => (
-                      <tr key={one.task}>
-                        <td class="wrap">
-                          <ScreenLink to={["runs"]} params={{ loop, iteration, task: one.task ?? "" }}>
-                            {oneLine(one.input ?? one.task ?? "no task", 60)}
-                          </ScreenLink>
-                        </td>
-                        <td class="number">{number(one.runs)}</td>
-                        <td class="number">
-                          {one.min_reward === one.max_reward
-                            ? number(one.min_reward)
-                            : `${number(one.min_reward)} – ${number(one.max_reward)}`}
-                        </td>
-                        <td>{flat.includes(one) && <span class="chip bad">all the same</span>}</td>
-                      </tr>
-                    ))}
-                  </tbody>
-                </table>
-              </div>
+              <Table
+                label="Groups"
+                heads={["task", "attempts#", "rewards#", ""]}
+                rows={order.map((one) => [
+                  <ScreenLink to={["runs"]} params={{ loop, iteration, task: one.task ?? "" }}>
+                    {oneLine(one.input ?? one.task ?? "no task", 60)}
+                  </ScreenLink>,
+                  number(one.runs),
+                  one.min_reward === one.max_reward ? number(one.min_reward) : `${number(one.min_reward)} – ${number(one.max_reward)}`,
+                  flat.includes(one) && <span class="chip bad">all the same</span>,
+                ])}
+              />
               {tried.length > order.length && <p class="hint">{number(tried.length - order.length)} more are not listed.</p>}
             </>
           );
@@ -433,46 +353,23 @@ function Pairs({ loop, iteration, params }: { loop: string; iteration: number; p
 
 function PairTable({ rows, chosen }: { rows: Pair[]; chosen: number }) {
   return (
-    <div class="table-box" tabIndex={0} role="region" aria-label="Pairs of runs">
-      <table>
-        <thead>
-          <tr>
-            <th class="number">n</th>
-            <th>task</th>
-            <th>tag</th>
-            <th class="number">incumbent</th>
-            <th class="number">candidate</th>
-            <th>outcome</th>
-            <th class="number">wealth</th>
-            <th />
-          </tr>
-        </thead>
-        <tbody>
-          {rows.map((one, n) => (
-            <tr key={one.n} class={n === chosen ? "selected" : ""}>
-              <td class="number">{number(one.n)}</td>
-              <td class="wrap">{oneLine(one.task, 60)}</td>
-              <td>{one.tag === null ? "–" : oneLine(one.tag, 40)}</td>
-              <td class="number">
-                <ScreenLink to={["run", one.incumbent_run]}>{number(one.incumbent)}</ScreenLink>
-              </td>
-              <td class="number">
-                <ScreenLink to={["run", one.candidate_run]}>{number(one.candidate)}</ScreenLink>
-              </td>
-              <td>
-                <span class={`chip ${TONES[one.outcome]}`}>{one.outcome}</span>
-              </td>
-              <td class="number">{number(one.wealth)}</td>
-              <td>
-                <ScreenLink to={["compare"]} params={{ a: one.incumbent_run, b: one.candidate_run }}>
-                  compare
-                </ScreenLink>
-              </td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
-    </div>
+    <Table
+      label="Pairs of runs"
+      heads={["n#", "task", "tag", "incumbent#", "candidate#", "outcome", "wealth#", ""]}
+      selected={chosen}
+      rows={rows.map((one) => [
+        number(one.n),
+        oneLine(one.task, 60),
+        one.tag === null ? "–" : oneLine(one.tag, 40),
+        <ScreenLink to={["run", one.incumbent_run]}>{number(one.incumbent)}</ScreenLink>,
+        <ScreenLink to={["run", one.candidate_run]}>{number(one.candidate)}</ScreenLink>,
+        <span class={`chip ${TONES[one.outcome]}`}>{one.outcome}</span>,
+        number(one.wealth),
+        <ScreenLink to={["compare"]} params={{ a: one.incumbent_run, b: one.candidate_run }}>
+          compare
+        </ScreenLink>,
+      ])}
+    />
   );
 }
 

@@ -1,15 +1,22 @@
-/** Job: the state of a training job, why it waits or failed, its measures as curves, its nodes, and the end of its log. */
+/** Jobs: of one, its state, why it waits or failed, settings, cost, curves, nodes, and the end of its log. */
+import type { ComponentChildren } from "preact";
 import { useState } from "preact/hooks";
+import { costOf } from "../components/account";
 import { Action } from "../components/action";
+import { Agreed } from "../components/agreed";
 import { Chart } from "../components/chart";
 import { JobState, Version } from "../components/chips";
 import { CopyAs, quoted } from "../components/copy_as";
+import { Facts } from "../components/facts";
 import { JobHardware, JobNotes } from "../components/job_hardware";
+import { Json } from "../components/json";
 import { ScreenLink } from "../components/screen_link";
-import { Failure, Loaded } from "../components/states";
+import { Empty, Loaded } from "../components/states";
+import { Pages, Table } from "../components/table";
 import { Text } from "../components/text";
 import { address, get, post, request } from "../lib/api";
-import { compact, number, oneLine, seconds } from "../lib/format";
+import { compact, leftOf, number, oneLine, percent, seconds, told } from "../lib/format";
+import { wholeOf } from "../lib/pages";
 import { useResource } from "../lib/resource";
 import { setParams } from "../lib/route";
 import type { ScreenProps } from ".";
@@ -18,13 +25,70 @@ const ACTS = ["pause", "resume", "cancel"] as const;
 type Act = (typeof ACTS)[number];
 /** What can be done in each state; nothing with a job that ended. */
 const POSSIBLE: Record<string, readonly Act[]> = { queued: ["pause", "cancel"], running: ["pause", "cancel"], paused: ["resume", "cancel"] };
-/** Measures that every job has a place for: one that it does not have says "no data", which is not 0. */
-const CHIEF = { loss: "loss", grad_norm: "gradient norm", tokens_per_second: "tokens/s", mfu: "MFU", communication: "share of communication" };
-const NAMES: Record<string, string> = { lr: "learning rate", memory_gib: "memory, GiB", tokens: "trained tokens", seconds: "seconds of a step" };
-const NO_POINTS: [number, number][] = [];
+/** Measures that every job should have: one that it does not have is named, and is not 0. */
+const CHIEF: Record<string, string> = { loss: "loss", grad_norm: "gradient norm", tokens_per_second: "tokens/s", mfu: "MFU", communication: "share of communication" };
+const NAMES: Record<string, string> = { lr: "learning rate", memory_gib: "memory, GiB", tokens: "trained tokens", seconds: "time of a step" };
+const SHOWN: Record<string, (value: number) => string> = { mfu: percent, communication: percent, seconds };
+const PAGE = 50;
 
 export default function Job({ path, params }: ScreenProps) {
-  const id = path[0] ?? "";
+  return path[0] ? <One key={path[0]} id={path[0]} params={params} /> : <List after={params.get("after")} />;
+}
+
+function List({ after }: { after: string | null }) {
+  const jobs = useResource(
+    (signal) => get("/v1/jobs", { query: { limit: PAGE, after: after ?? undefined }, signal }),
+    [after],
+    ["job"],
+  );
+  const costs = useCosts();
+  return (
+    <>
+      <div class="row">
+        <h1>Jobs</h1>
+        <span class="spacer" />
+        <CopyAs cli="cray-agents jobs list" path="/v1/jobs" python="await Platform().views.jobs()" />
+      </div>
+      <Loaded of={jobs}>
+        {({ data, has_more }) =>
+          data.length === 0 ? (
+            <Empty>No training job yet.</Empty>
+          ) : (
+            <div class="section">
+              <Table
+                label="Jobs"
+                heads={["job", "state", "step", "loss", "trained tokens", "time", "cost", "why"]}
+                rows={data.map((one) => [
+                  <ScreenLink to={["job", one.id]}>{oneLine(one.id, 60)}</ScreenLink>,
+                  <JobState state={one.state} />,
+                  `${number(one.step)} of ${number(one.steps)}${leftOf(one)}`,
+                  one.loss_last == null ? "–" : `${number(one.loss_first)} → ${number(one.loss_last)}`,
+                  compact(one.trained_tokens),
+                  seconds(one.seconds || null),
+                  costs(one.id),
+                  oneLine(one.error || one.reason || "–", 160),
+                ])}
+              />
+              <Pages after={after} next={has_more && data.at(-1)?.id} />
+            </div>
+          )
+        }
+      </Loaded>
+    </>
+  );
+}
+
+/** Return a function that tells what a job cost. */
+function useCosts(): (id: string) => string {
+  const { data, error } = useResource((signal) => wholeOf((after) => get("/v1/cost", { query: { by: "job", after }, signal })), [], ["job"]);
+  return (id) => {
+    const row = data?.data.find((one) => one.job === id);
+    return error?.message ?? (data && row ? costOf(row.spent, data) : "–");
+  };
+}
+
+function One({ id, params }: { id: string; params: URLSearchParams }) {
+  const costs = useCosts();
   const [act, setAct] = useState<Act | null>(null);
   const sent = (signal: AbortSignal) => ({ path: { job_id: id }, signal });
   const job = useResource((signal) => get("/v1/jobs/{job_id}", sent(signal)), [id], ["job"]);
@@ -41,7 +105,6 @@ export default function Job({ path, params }: ScreenProps) {
     [id],
     ["job"],
   );
-  if (!id) return <Failure error={new Error("The address names no job.")} />;
   return (
     <Loaded of={job}>
       {(data) => (
@@ -71,58 +134,48 @@ export default function Job({ path, params }: ScreenProps) {
           <div class="cards">
             <section class="card">
               <h2>State</h2>
-              <dl class="facts">
-                <dt>step</dt>
-                <dd>
-                  {number(data.step)} of {number(data.steps)}
-                </dd>
-                <dt>loss</dt>
-                <dd>
-                  {number(data.loss_first)} → {number(data.loss_last)}
-                </dd>
-                <dt>trained tokens</dt>
-                <dd>{compact(data.trained_tokens)}</dd>
-                <dt>seconds</dt>
-                <dd>{seconds(data.seconds)}</dd>
-                <dt>attempts</dt>
-                <dd>{number(data.attempts)}</dd>
-                <dt>scheduler</dt>
-                <dd>
-                  {oneLine(data.scheduler ?? "")} {oneLine(data.scheduler_job_id ?? "")}
-                </dd>
-                <dt>checkpoint</dt>
-                <dd class="mono">{oneLine(data.checkpoint ?? (data.state in POSSIBLE ? "none yet" : "none"))}</dd>
-                {made.data?.slice(0, 3).map((one) => (
-                  <div key={one.id} style={{ display: "contents" }}>
-                    <dt>made</dt>
-                    <dd>
+              <Facts
+                of={[
+                  ["step", `${number(data.step)} of ${number(data.steps)}${leftOf(data)}`],
+                  ["loss", `${number(data.loss_first)} → ${number(data.loss_last)}`],
+                  ["trained tokens", compact(data.trained_tokens)],
+                  ["time of its steps", seconds(data.seconds)],
+                  ["cost", costs(id)],
+                  ["trainer and sampler", data.agreement && <Agreed job={data} />],
+                  ["attempts", number(data.attempts)],
+                  ["scheduler", oneLine(`${data.scheduler ?? ""} ${data.scheduler_job_id ?? ""}`)],
+                  ["checkpoint", <span class="mono">{oneLine(data.checkpoint ?? (data.state in POSSIBLE ? "none yet" : "none"))}</span>],
+                  ...(made.data ?? []).slice(0, 3).map((one): [string, ComponentChildren] => [
+                    "made",
+                    <>
                       <Version id={one.id} />
-                      {one.parent && (
-                        <>
-                          {" "}
-                          of <Version id={one.parent} />
-                        </>
-                      )}
-                      {one.dataset && (
-                        <>
-                          , on <ScreenLink to={["dataset", one.dataset]}>{oneLine(one.dataset, 60)}</ScreenLink>
-                        </>
-                      )}
-                    </dd>
-                  </div>
-                ))}
-              </dl>
+                      {one.parent && " of "}
+                      {one.parent && <Version id={one.parent} />}
+                      {one.dataset && ", on "}
+                      {one.dataset && <ScreenLink to={["dataset", one.dataset]}>{oneLine(one.dataset, 60)}</ScreenLink>}
+                    </>,
+                  ]),
+                ]}
+              />
             </section>
+            <Settings id={id} />
             <Loaded of={series}>
-              {({ series: curves }) => (
-                <>
-                  {[...Object.entries(CHIEF), ...others(curves)].map(([name, title]) => (
-                    <section class="card" key={name}>
-                      <Chart title={oneLine(title, 60)} axis="step" points={(curves[name] ?? NO_POINTS) as [number, number][]} />
-                    </section>
-                  ))}
-                </>
-              )}
+              {({ series: curves }) => {
+                const missing = Object.entries(CHIEF).filter(([name]) => !curves[name]?.length);
+                return (
+                  <>
+                    {[...Object.entries(CHIEF), ...others(curves)].map(
+                      ([name, title]) =>
+                        !!curves[name]?.length && (
+                          <section class="card" key={name}>
+                            <Chart title={oneLine(title, 60)} axis="step" show={SHOWN[name]} points={curves[name] as [number, number][]} />
+                          </section>
+                        ),
+                    )}
+                    {missing.length > 0 && <p class="hint">No data: {missing.map(([, title]) => title).join(", ")}.</p>}
+                  </>
+                );
+              }}
             </Loaded>
             <Loaded of={hardware}>
               {(nodes) => <JobHardware of={nodes} node={params.get("node") ?? ""} choose={(node) => setParams({ node })} />}
@@ -151,4 +204,29 @@ export default function Job({ path, params }: ScreenProps) {
 function others(curves: Record<string, unknown>): [string, string][] {
   const names = Object.keys(curves).filter((name) => !(name in CHIEF));
   return names.map((name) => [name, NAMES[name] ?? name.replace(/_/g, " ")]);
+}
+
+/** What the job was asked to do. */
+function Settings({ id }: { id: string }) {
+  const spec = useResource((signal) => get("/v1/jobs/{job_id}/spec", { path: { job_id: id }, signal }), [id]);
+  return (
+    <section class="card low" tabIndex={0} role="region" aria-label="Settings">
+      <h2>Settings</h2>
+      <Loaded of={spec}>
+        {({ method, dataset, session, hyperparameters, ...rest }) => (
+          <>
+            <Facts
+              of={[
+                ["method", oneLine(told(method), 40)],
+                ["loop, or session", typeof session === "string" && <ScreenLink to={["loop", session]}>{oneLine(session, 60)}</ScreenLink>],
+                ["dataset", typeof dataset === "string" && <ScreenLink to={["dataset", dataset]}>{oneLine(dataset, 60)}</ScreenLink>],
+              ]}
+            />
+            <Json name="hyperparameters" value={hyperparameters} open />
+            <Json name="the rest" value={rest} />
+          </>
+        )}
+      </Loaded>
+    </section>
+  );
 }

@@ -1,12 +1,13 @@
 /** Keys: the API keys with their roles and last use, and what each used over time and cost. */
 import { useState } from "preact/hooks";
+import { Account, devices } from "../components/account";
 import { Action } from "../components/action";
 import { Chart } from "../components/chart";
 import { CopyAs, quoted } from "../components/copy_as";
 import { Dialog } from "../components/dialog";
 import { Empty, Loaded } from "../components/states";
 import { address, del, get, post } from "../lib/api";
-import { ago, compact, number, oneLine, percent, seconds, time } from "../lib/format";
+import { ago, compact, number, oneLine, seconds, time } from "../lib/format";
 import { useKeys } from "../lib/keyboard";
 import type { components } from "../lib/openapi";
 import { wholeOf } from "../lib/pages";
@@ -19,7 +20,6 @@ type Known = components["schemas"]["ShownKey"];
 type Usage = components["schemas"]["UsageRow"];
 type Table = components["schemas"]["CostTable"];
 type Cost = components["schemas"]["CostRow"];
-type Amount = components["schemas"]["CostAmount"];
 
 const DAY = 86_400;
 /** Requests without a key, in the address and in a question: an empty parameter is none. */
@@ -217,36 +217,6 @@ function List(props: {
   );
 }
 
-/** What came of all that was held: docs/operations.md. */
-const USES = {
-  requests: "answered requests",
-  training: "trained",
-  idle: "were idle",
-  unattributed: "answered what is no stored run",
-  asleep: "slept during jobs",
-  lost: "trained what was lost",
-  other: "started, loaded, saved or waited",
-};
-
-/** What was held in this time, and for whom it was not. */
-function Account({ table }: { table: Table }) {
-  const whole = devices(table.total, table);
-  if (!whole) return <p class="hint">No GPU and no core was held in this time, or nobody wrote it down.</p>;
-  const unit = table.total.gpu_seconds ? "GPUs" : "cores";
-  const parts = Object.entries(USES).flatMap(([name, about]) => {
-    const amount = table.uses[name];
-    const held = amount ? devices(amount, table) : 0;
-    return held ? [`${percent(held / whole)} ${about}`] : [];
-  });
-  return (
-    <p class="hint">
-      Of {seconds(whole)} of {unit}, {parts.join(", ")}.{" "}
-      {table.currency ? `All of it cost ${number(table.total.cost)} ${oneLine(table.currency, 3)}` : "No [prices] are configured"}
-      {table.unpriced.length > 0 && `, without a price for ${table.unpriced.map((one) => oneLine(one, 60)).join(", ")}`}.
-    </p>
-  );
-}
-
 function Curves({ table }: { table: Table }) {
   const curve = (value: (row: Cost) => number): [number, number][] => {
     const sums = new Map<number, number>();
@@ -339,9 +309,4 @@ function lines(known: Known[], usage: Usage[], costs: Cost[]): Line[] {
 
 function label(name: string, id: string): string {
   return id === "" ? "this host, without a key" : oneLine(name || id, 60);
-}
-
-/** Return seconds of GPUs, or of cores where no GPU was held at all. */
-function devices(amount: Amount, table: Table | undefined): number {
-  return table?.total.gpu_seconds ? amount.gpu_seconds : amount.core_seconds;
 }

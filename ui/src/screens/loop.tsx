@@ -1,11 +1,15 @@
-/** Loop: the iterations of a loop as rows, and what became of the held-out success. */
+/** Loops: their curves over each other; of one, its iterations as rows, its cost and its settings. */
+import { LoopCost } from "../components/account";
 import { Chart } from "../components/chart";
 import { DecisionChip, Version } from "../components/chips";
 import { CopyAs, quoted } from "../components/copy_as";
+import { Json } from "../components/json";
 import { ScreenLink } from "../components/screen_link";
-import { Empty, Failure, Loaded } from "../components/states";
+import { Empty, Loaded } from "../components/states";
+import { asCurve, testCurve } from "../components/success_chart";
+import { Pages, Table } from "../components/table";
 import { get } from "../lib/api";
-import { compact, number, oneLine, percent, seconds } from "../lib/format";
+import { ago, compact, number, oneLine, percent, seconds } from "../lib/format";
 import type { components } from "../lib/openapi";
 import { useResource } from "../lib/resource";
 import type { ScreenProps } from ".";
@@ -13,15 +17,93 @@ import type { ScreenProps } from ".";
 type Iteration = components["schemas"]["Iteration"];
 const MOST = 100; // rows: later iterations first
 
-export default function Loop({ path }: ScreenProps) {
-  const id = path[0] ?? "";
+const PAGE = 50;
+const MOST_CURVES = 5;
+
+export default function Loop({ path, params }: ScreenProps) {
+  return path[0] ? <One key={path[0]} id={path[0]} /> : <List after={params.get("after")} />;
+}
+
+function List({ after }: { after: string | null }) {
+  const loops = useResource(
+    (signal) => get("/v1/loops", { query: { limit: PAGE, after: after ?? undefined }, signal }),
+    [after],
+    ["loop"],
+  );
+  return (
+    <>
+      <div class="row">
+        <h1>Loops</h1>
+        <span class="spacer" />
+        <CopyAs cli="cray-agents status --watch" path="/v1/loops" python="[loop async for loop in Platform().views.loops()]" />
+      </div>
+      <Loaded of={loops}>
+        {({ data, has_more }) => {
+          const drawn = data.filter((one) => one.holdout.length).slice(0, MOST_CURVES).map((one) => asCurve(one));
+          if (!data.length) return <Empty>No loop ran yet. "cray-agents demo" shows one.</Empty>;
+          return (
+            <div class="section">
+              <section class="card wide">
+                <h2>Held-out success</h2>
+                <Chart title="no loop" points={[]} {...drawn[0]} more={drawn.slice(1)} axis="iteration" share show={percent} />
+              </section>
+              <Table
+                label="Loops"
+                heads={["loop", "method", "iterations", "held-out", "at first", "test", "target", "version", "control", "changed"]}
+                rows={data.map(({ id, iterations, last, holdout, updated }) => [
+                  <ScreenLink to={["loop", id]}>{oneLine(id, 60)}</ScreenLink>,
+                  last?.iteration ? oneLine(last.method ?? "", 30) : "–",
+                  number(iterations),
+                  percent(last?.holdout_success),
+                  percent(holdout[0]?.success),
+                  percent(testCurve(holdout).points.at(-1)?.[1]),
+                  percent(last?.target),
+                  <Version id={last?.version} />,
+                  oneLine(last?.control ?? "–", 40),
+                  ago(updated),
+                ])}
+              />
+              <Pages after={after} next={has_more && data.at(-1)?.id} />
+            </div>
+          );
+        }}
+      </Loaded>
+    </>
+  );
+}
+
+/** What a loop took in all, and its settings as they were recorded. */
+function About({ id }: { id: string }) {
+  const settings = useResource((signal) => get("/v1/loops/{loop}/settings", { path: { loop: id }, signal }), [id]);
+  return (
+    <section class="card wide">
+      <h2>Cost and settings</h2>
+      <p>
+        It took <LoopCost loop={id} />.
+      </p>
+      <Loaded of={settings}>
+        {({ data }) =>
+          data.length ? (
+            <>
+              {data.length > 1 && <p class="hint">They were changed {data.length - 1} times: these are the last.</p>}
+              <Json name="settings" value={data.at(-1)} open />
+            </>
+          ) : (
+            <p class="quiet">Its settings are not on record: another client wrote its iterations.</p>
+          )
+        }
+      </Loaded>
+    </section>
+  );
+}
+
+function One({ id }: { id: string }) {
   const iterations = useResource(
     async (signal) =>
       (await get("/v1/loops/{loop}/iterations", { path: { loop: id }, signal })).data as unknown as Iteration[],
     [id],
     ["loop"],
   );
-  if (!id) return <Failure error={new Error("The address names no loop.")} />;
   return (
     <>
       <div class="row">
@@ -50,18 +132,33 @@ export default function Loop({ path }: ScreenProps) {
                   <Chart
                     title="held-out success"
                     axis="iteration"
+                    share
+                    show={percent}
+                    limit={list.at(-1)?.target}
+                    limitName="target"
                     points={list.map((one) => [one.iteration, one.holdout_success])}
+                    more={[testCurve(list.map((one) => ({ iteration: one.iteration, test: one.test_success })))]}
+                  />
+                </section>
+                <section class="card">
+                  <Chart
+                    title="loss, at the end"
+                    axis="iteration"
+                    points={list.flatMap((one): [number, number][] => (one.loss_last == null ? [] : [[one.iteration, one.loss_last]]))}
                   />
                 </section>
                 <section class="card">
                   <Chart title="good runs" axis="iteration" points={list.map((one) => [one.iteration, one.accepted_runs ?? 0])} />
                 </section>
                 <section class="card">
-                  <Chart title="seconds" axis="iteration" points={list.map((one) => [one.iteration, one.wall ?? 0])} />
+                  <Chart title="time" axis="iteration" show={seconds} points={list.map((one) => [one.iteration, one.wall ?? 0])} />
                 </section>
               </div>
               <Rows list={[...list].reverse().slice(0, MOST)} loop={id} />
               {list.length > MOST && <p class="hint">The first {list.length - MOST} iterations are in the curves only.</p>}
+              <div class="section">
+                <About id={id} />
+              </div>
             </>
           )
         }
@@ -72,17 +169,18 @@ export default function Loop({ path }: ScreenProps) {
 
 const COLUMNS = {
   iteration: "",
+  method: "",
   version: "the candidate",
-  decision: "",
-  "held out": "success at the tasks that decide",
+  outcome: "",
+  "held-out": "success at the tasks that decide",
   test: "success at the tasks that neither train nor decide",
   pairs: "tasks at which the candidate did better, worse, or the same",
   evidence: "against: it is not better",
   runs: "for training",
-  good: "runs of this iteration that a training set may take",
+  good: "runs with the reward of a good one: a training set may take them",
   tokens: "sampled in these runs",
   job: "",
-  probe: "the largest difference of a log-probability between trainer and engine, in nats",
+  "logprob check": "the largest difference of a log-probability between trainer and engine, in nats",
   time: "",
 };
 
@@ -105,6 +203,7 @@ function Rows({ list, loop }: { list: Iteration[]; loop: string }) {
               <td>
                 <ScreenLink to={["iteration", loop, String(one.iteration)]}>{one.iteration}</ScreenLink>
               </td>
+              <td>{one.iteration ? oneLine(one.method ?? "", 30) : "–"}</td>
               <td>
                 <Version id={one.version} />
               </td>
