@@ -34,6 +34,7 @@ from cray_agents.messages import Input as Input
 from cray_agents.messages import Message as Message
 from cray_agents.messages import read_input, text_of_input
 
+ITERATION = AliasChoices("iteration", "generation")  # the latter in runs of earlier versions
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # a whole number that the index can hold
 #: The type of an agent's answers: its `output_type`, and the `output` of its runs.
 Output = TypeVar("Output", default=Any)
@@ -393,10 +394,7 @@ class Run(Record, Generic[Output]):
     rewards: list[Reward] = Field(default_factory=list)
     task: Task | None = None
     loop: str | None = None
-    #: its name in runs of earlier versions is read, too
-    iteration: Int64 | None = Field(
-        default=None, validation_alias=AliasChoices("iteration", "generation")
-    )
+    iteration: Int64 | None = Field(default=None, validation_alias=ITERATION)
     attempt: Int64 | None = None
     started: float = 0.0
     seconds: float = 0.0
@@ -489,8 +487,6 @@ class LogprobDistance(Record):
     Of tokens that the other program drew: `kl`, the k3 estimate of ours from theirs (the mean of
     r - 1 - log r, r = p_ours / p_theirs); `tokens_above`, `sequences_above`, the shares of tokens
     and of sequences whose r, or its product, is above 2: what an `importance_cap` of 2 changes.
-
-    `worst`: where `max` is: the run, the place in its sample, from 0, our logprob and theirs.
     """
 
     tokens: int
@@ -501,6 +497,7 @@ class LogprobDistance(Record):
     kl: float | None = None
     tokens_above: float | None = None
     sequences_above: float | None = None
+    # where `max` is: the run, the place in its sample, from 0, our logprob and theirs
     worst: tuple[str, int, float, float] | None = None
 
 

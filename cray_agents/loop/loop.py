@@ -225,8 +225,7 @@ class Loop:
         spent = await self._timer.end(self._client)
         ends = {"stopped": stopped, "target": self.stop.target, "control": self.control}
         iteration = iteration.model_copy(update=ends | spent)
-        record = iteration.model_dump(mode="json")
-        await self._client.finish_iteration(self.name, number, record)
+        await self._client.finish_iteration(self.name, number, iteration.model_dump(mode="json"))
         return iteration
 
     async def _begin(self) -> Iteration:
