@@ -497,8 +497,7 @@ class LogprobDistance(Record):
     kl: float | None = None
     tokens_above: float | None = None
     sequences_above: float | None = None
-    # where `max` is: the run, the place in its sample, from 0, our logprob and theirs
-    worst: tuple[str, int, float, float] | None = None
+    worst: tuple[str, int, float, float] | None = None  # `max`: run, place in it, ours, theirs
 
 
 class DeltaOf(Record):
