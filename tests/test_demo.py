@@ -136,7 +136,7 @@ def test_demo(undisturbed: tuple[Path, dict[str, Any]]) -> None:
     check(home, result)
     log = (home.parent / "demo.log").read_text()
     assert "chat cray_agents/cli/calculator_loop.py" in log
-    assert "export --home" in log
+    assert "dashboard --home" in log and "export --home" in log
     if not missing_programs():
         ids = [g["job_id"] for g in result["iterations"][1:]]
         log = (home / "slurm" / "log" / "slurmctld.out").read_text()

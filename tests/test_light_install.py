@@ -106,6 +106,7 @@ LACKING = {
     "jobs submit --parent . --dataset nothing": "",
     "demo": "tokenizers",
     "run agent.py hi": "vLLM is not installed",
+    "up --model smollm2 --detach": "vLLM is not installed",
     "doctor": "",
     "doctor --node": "",
 }

@@ -41,6 +41,7 @@ COMMANDS = {
     "status": "platform",
     "dashboard": "dashboard",
     "doctor": "platform",
+    "new": "agents",
     "run": "agents",
     "chat": "agents",
     "mcp": "agents",

@@ -1,4 +1,4 @@
-"""`run`, `chat` and `mcp`: commands that take a Python file with an agent in it.
+"""`new`, `run`, `chat` and `mcp`: write a Python file with an agent in it, and take one.
 
 The file may lie anywhere; its folder is importable. `agent.py:name` picks one agent of several. An
 agent talks to the platform at --url, else to its own engine, else to the platform on the shared
@@ -22,10 +22,10 @@ from cray_agents.agent.agent import Agent
 from cray_agents.agent.sessions import FileSession, MemorySession, Session
 from cray_agents.cli.conversation_view import TerminalChat, answer, as_text, has_answer, report
 from cray_agents.cli.options import Commands, given, key_value
-from cray_agents.cli.screen import disarm, note, print_json, settings
+from cray_agents.cli.screen import disarm, note, print_json, say, settings
 from cray_agents.cli.user_files import load
 from cray_agents.engines.openai_engine import OpenAIEngine
-from cray_agents.errors import BadInput
+from cray_agents.errors import BadInput, StoreError
 from cray_agents.loop.loop import Loop
 from cray_agents.platform.client import Platform
 from cray_agents.records import Task
@@ -56,6 +56,31 @@ SessionOption = Annotated[
 
 
 commands = Commands()
+
+
+@commands.command("new", takes="")
+def new(
+    name: Annotated[
+        str, typer.Argument(help="The agent's name, of letters, digits and _: NAME.py is written.")
+    ],
+) -> None:
+    """Write a file with an agent, its tool, tasks, reward and loop, to run and to change."""
+    file = Path(f"{name}.py")
+    if not (name.isascii() and name.isidentifier()):
+        raise BadInput(
+            f"{name!r} is no name of letters, digits and _, as in my_agent", param="name"
+        )
+    text = Path(__file__).with_name("new_agent.py").read_text().replace("shop", name)
+    try:
+        with file.open("x") as written:
+            written.write(text)
+    except FileExistsError:
+        raise BadInput(f"{file} is there already: choose another name", param="name") from None
+    except OSError as error:
+        raise StoreError(f"{file} cannot be written here: {error.strerror}") from error
+    say(f"wrote {file}. Serve a small model, and ask the agent:\n")
+    for words in ("up --model smollm2 --detach", f'run {file} "What do a dozen pears cost?"'):
+        say(f"  cray-agents {words}{given().words}")
 
 
 @commands.command("run", takes="json url")

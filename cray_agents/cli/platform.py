@@ -62,8 +62,8 @@ def up(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="What to serve at first: a Hugging Face directory, a GGUF file, or OWNER/NAME of"
-            " the hub."
+            help="What to serve at first: a Hugging Face directory, a GGUF file, OWNER/NAME of"
+            " the hub, or smollm2, which the package index has (135M parameters, 93 MB)."
         ),
     ] = None,
     name: Annotated[
@@ -132,13 +132,13 @@ def up(
     check_watch(config.watch)
     name = name or _only_name(config.root, model)
     count = ReplicaCount.parse(replicas)
+    if count.total:
+        check_vllm()
     if detach:
         _start_detached(config, model, name, count, standby=standby)
         return
     if parent is not None:
         die_with_parent(parent)
-    if count.total:
-        check_vllm()
     from cray_agents.server.compose import serve
 
     serve(config, model, name, count, standby=standby)

@@ -32,6 +32,7 @@ from cray_agents.runtime.controller_lease import Term, unguarded
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.foreign_model import CONFIG
+from cray_agents.runtime.registry.index_package import MODELS, fetch_model
 
 EventKind = Literal["promoted", "rolled_back", "rejected", "canary_started", "canary_ended"]
 
@@ -368,9 +369,16 @@ class Registry:
         return self.resolve(reference).prompts
 
     def named(self, model: str | Path) -> Path:
-        """Return the directory of a model as a command names it: a path may begin here or at ~."""
+        """Return the directory of a model as a command names it: a path may begin here or at ~.
+
+        One of index_package.MODELS is fetched, unless a path or a name of this root is called so.
+        """
         path = Path(model).expanduser().absolute()
-        return self.directory(str(path if _holds(path.exists) else model))
+        if _holds(path.exists):
+            return self.directory(str(path))
+        if str(model) in MODELS and str(model) not in self.names():
+            return convert_gguf(self.home, fetch_model(str(model), self.home.root.absolute()))
+        return self.directory(str(model))
 
     def _append(
         self,

@@ -173,7 +173,7 @@ def test_what_cannot_be_had_is_said(folder: Path, tmp_path: Path, monkeypatch: A
     monkeypatch.setattr(book, "HOME", folder.parent)
     assert book.fetch("bfcl-eval", "2026.3.23", 1) == folder
     folder.parent.joinpath("bfcl-eval-2").symlink_to(folder)
-    with pytest.raises(SystemExit, match=r"holds bfcl-eval 2026\.3\.23, and this recipe is for 2"):
+    with pytest.raises(SystemExit, match=r"holds bfcl-eval 2026\.3\.23, and 2 is wanted"):
         book.fetch("bfcl-eval", "2", 1)
     with pytest.raises(SystemExit, match="needs 999999999999 MB"):
         book.fetch("other", "1", 999999999999)
