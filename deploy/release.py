@@ -80,7 +80,7 @@ def pack(folder: Path, name: str, archive: Path) -> Path:
 
     def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
         mode = 0o755 if member.mode & 0o100 else 0o644
-        return member.replace(mtime=epoch, mode=mode, uid=0, gid=0, uname="", gname="")
+        return member.replace(mtime=epoch, mode=mode, uid=0, gid=0, uname="", gname="", deep=False)
 
     epoch = int(os.environ["SOURCE_DATE_EPOCH"])
     shutil.copytree(folder, followed := archive.with_suffix(".followed"))
@@ -159,10 +159,10 @@ def release(version: str, work: Path) -> list[Path]:
     return [wheel, sdist, image, chart, docs]
 
 
-def run(*argv: object, at: Path = ROOT, text: str = "") -> str:
+def run(*argv: object, at: Path | None = None, text: str = "") -> str:
     """Return what a program prints. Raises ReleaseError, with its words, if it fails."""
     words = [str(word) for word in argv]
-    done = subprocess.run(words, cwd=at, input=text, capture_output=True, text=True)
+    done = subprocess.run(words, cwd=at or ROOT, input=text, capture_output=True, text=True)
     said = f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
     expect(done.returncode == 0, f"{' '.join(words)[:300]} failed:\n{said}")
     return done.stdout

@@ -75,6 +75,7 @@ SOAKS = [
         "tests/trainers/megatron_bridge/test_bridge_environment.py",
         {"BRIDGE": 1},
     ),
+    Soak("image", "tests/test_release.py -k demo", {"IMAGE": 1}, 14_400),
     Soak("kubernetes", "tests/test_chart.py -k cluster_takes", {"KUBERNETES": 1}),
     Soak("families", "tests/trainers/transformers_backend/test_families.py", {"FAMILIES": "all"}),
     Soak(
