@@ -40,10 +40,10 @@ docs: setup
 ui: setup
 	@$(PY) ui/build.py
 
-image: setup
+image: ui
 	@deploy/images/build.sh $(ARGS)
 
-release: setup
+release: ui
 	@$(PY) deploy/release.py $(ARGS)
 
 bench: setup

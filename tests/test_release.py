@@ -23,9 +23,9 @@ from deploy.release import ROOT, STATED, ReleaseError
 
 VERSION = release.agreed_version(ROOT)
 IMAGE = f"localhost/cray-agents:{VERSION}"
-#: As the chart runs it; and without a network.
+#: As the chart runs it, but in the network of this host.
 RUN = (
-    *("podman", "run", "--rm", "--network=none", "--shm-size=1g", "--user=1000:1000"),
+    *("podman", "run", "--rm", "--network=host", "--shm-size=1g", "--user=1000:1000"),
     *("--read-only", "--read-only-tmpfs=false", "--tmpfs=/tmp:mode=1777"),
     *("--cap-drop=all", "--security-opt=no-new-privileges"),
 )
