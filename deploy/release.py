@@ -177,7 +177,8 @@ def expect(holds: bool, otherwise: str) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Make a release, or a context. Returns the exit code."""
     alone = arguments[:1] == ["--context"]
-    folder = Path([*arguments, ROOT / "dist"][int(alone)]).absolute()
+    named = arguments[int(alone) :]
+    folder = Path(named[0]).absolute() if named else ROOT / "dist"
     try:
         version = agreed_version(ROOT)
         os.environ.setdefault("SOURCE_DATE_EPOCH", run("git", "log", "-1", "--format=%ct").strip())

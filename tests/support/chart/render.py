@@ -16,7 +16,7 @@ import yaml
 from helm_python.chart import Chart, lint
 from helm_python.errors import HelmError
 
-CHART = Path([*sys.argv, Path(__file__).parents[3] / "deploy" / "chart"][1])
+CHART = Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).parents[3] / "deploy" / "chart"
 VERSIONS = ("1.30", kubernetes_validate.latest_version())
 
 
