@@ -4,13 +4,15 @@
 # make lint    ruff and mypy
 # make docs    set up, then build the site into site/
 # make ui      set up, then build the dashboard into runtime/dashboard/static
+# make image   set up, then build the container image (deploy/images/build.sh)
+# make release set up, then make and try all artefacts of a release, in dist/
 # make bench   set up, then measure (beside rivals: ARGS=rivals)    make soak    set up, then long fault campaigns: tests/soak.py
 # make gpu     measure the trainer on this machine's GPU, without set-up: CONTRIBUTING.md
 PY := .venv/bin/python
 # where it is set, each of the tests' thousand processes would compile the sources anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-fast lint docs ui bench soak gpu format
+.PHONY: setup demo test test-fast lint docs ui image release bench soak gpu format
 setup:
 	@requirements/setup.sh
 
@@ -37,6 +39,12 @@ docs: setup
 
 ui: setup
 	@$(PY) ui/build.py
+
+image: ui
+	@deploy/images/build.sh $(ARGS)
+
+release: ui
+	@$(PY) deploy/release.py $(ARGS)
 
 bench: setup
 	@$(PY) -m bench $(ARGS)

@@ -79,6 +79,7 @@ SOAKS = [
     Soak("install", "tests/test_packages.py -k install", {"INSTALL": 1}),
     Soak("next-vllm", "tests/runtime/test_next_vllm.py", {"VLLM": "0.31.0,0.33.0"}, 7200),
     Soak("benchmarks", "tests/runtime/test_outside_benchmarks.py", {"BENCHMARKS": 1}),
+    Soak("image", "tests/test_release.py -k demo", {"IMAGE": 1}, 14_400),
     Soak("kubernetes", "tests/test_chart.py -k cluster_takes", {"KUBERNETES": 1}),
     Soak("families", "tests/trainers/transformers_backend/test_families.py", {"FAMILIES": "all"}),
     Soak(

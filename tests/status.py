@@ -74,6 +74,7 @@ replicas that come and go | runtime/scaling | cray_agents/preemption runtime/war
 several gateways, standbys | runtime/further_gateways standby | cluster_faults |
 jobs of a site's Slurm | | runtime/slurm runtime/schedulers |
 the chart's objects and commands, without Kubernetes | chart | |
+a release's artefacts, the image's context | release | |
 preflight of a machine and a cluster | cray_agents/preflight | cray_agents/preflight |
 a store that survives kills | store_kills event_kills | |
 damage that is noticed | bit_flips | |

@@ -264,6 +264,7 @@ def test_a_large_platform() -> None:
     limits = nodes["slurmd"]["resources"]["limits"]
     assert (nodes["replicas"], limits["nvidia.com/gpu"]) == (64, 8)
     assert nodes["extraConf"] == "Gres=gpu:h200:8"
+    assert nodes["slurmd"]["securityContext"] == {"runAsUser": 0}  # the image's user is not root
     commands = {one["name"]: one["command"] for one in containers(deployments)}
     (slurm,) = objects("slinky", "Controller")  # whose operator makes the Service NAME-controller
     assert commands["sackd"][-1] == f"{slurm['metadata']['name']}-controller.agents:6817"

@@ -1,7 +1,8 @@
 """Render deploy/chart, and check its objects by Kubernetes' schemas: run by .venv-chart's Python.
 
 Reads a list of values as JSON. Prints for each `refused`, what the schema of the values or a
-template said; or `objects`, and their `faults` by the chart's oldest Kubernetes and the newest.
+template said; or `objects`, and their `faults` by the chart's oldest Kubernetes and the newest. An
+argument is the folder of another copy of the chart.
 """
 
 import json
@@ -15,7 +16,7 @@ import yaml
 from helm_python.chart import Chart, lint
 from helm_python.errors import HelmError
 
-CHART = Path(__file__).parents[3] / "deploy" / "chart"
+CHART = Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).parents[3] / "deploy" / "chart"
 VERSIONS = ("1.30", kubernetes_validate.latest_version())
 
 

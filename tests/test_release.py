@@ -1,0 +1,165 @@
+"""deploy/: versions agree, archives depend on content alone, the demo runs in the image.
+
+`make release` tries each artefact itself; tests/test_packages.py tests sdist and wheel. The image
+is for `make soak ARGS=image`, which needs root, buildah, debootstrap and podman.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from cray_agents.config.job_section import JobSettings
+from cray_agents.ports import Command
+from cray_agents.runtime.scheduler.batch_script import batch_script
+from deploy import release
+from deploy.release import ROOT, STATED, ReleaseError
+
+VERSION = release.agreed_version(ROOT)
+IMAGE = f"localhost/cray-agents:{VERSION}"
+#: As the chart runs it, but in the network of this host.
+RUN = (
+    *("podman", "run", "--rm", "--network=host", "--shm-size=1g", "--user=1000:1000"),
+    *("--read-only", "--read-only-tmpfs=false", "--tmpfs=/tmp:mode=1777"),
+    *("--cap-drop=all", "--security-opt=no-new-privileges"),
+)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """The files that say a version."""
+    for file in ("pyproject.toml", *STATED):
+        (tmp_path / "tree" / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / file, tmp_path / "tree" / file)
+    return tmp_path / "tree"
+
+
+@pytest.mark.parametrize("name", STATED)
+@pytest.mark.parametrize("instead", ["9.9.9", ""])
+def test_a_version_that_differs_is_named(tree: Path, name: str, instead: str) -> None:
+    assert release.agreed_version(tree) == VERSION
+    text = (tree / name).read_text()
+    (tree / name).write_text(text.replace(VERSION, instead))
+    with pytest.raises(ReleaseError) as refused:
+        release.agreed_version(tree)
+    said = f"pyproject.toml says version {VERSION}, but {name} says {instead or 'none'}"
+    assert str(refused.value).startswith(said)
+
+
+def test_a_release_is_of_a_commit(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(release, "ROOT", tree)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-C", str(tree)]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *words], check=True)
+    out = tree.with_name("out")
+    assert release.main(["--context", str(out)]) == 2
+    assert "run `make ui`" in capsys.readouterr().err
+    (tree / "new.py").write_text("")
+    assert release.main([str(out)]) == 2
+    said = capsys.readouterr().err
+    assert "commit, or remove, first" in said and "new.py" in said
+    assert list(out.iterdir()) == []
+
+
+def test_an_archive_depends_on_content_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    archives = []
+    for name, mode, time in (("a", 0o600, 1), ("b", 0o664, 2)):
+        folder = tmp_path / name
+        (folder / "one").mkdir(parents=True)
+        for path in (folder / "one" / "z.txt", folder / "a.txt"):
+            path.write_text(path.name)
+            path.chmod(mode)
+            os.utime(path, (time, time))
+        (folder / "link").symlink_to("one")
+        archives.append(release.pack(folder, "top", tmp_path / f"{name}.tgz"))
+    assert archives[0].read_bytes() == archives[1].read_bytes()
+    found = release.unpack(archives[0], tmp_path / "unpacked")
+    assert found.name == "top" and not (found / "link").is_symlink()
+    assert (found / "link" / "z.txt").read_text() == "z.txt"
+
+
+def test_the_images_context_is_whole(tmp_path: Path) -> None:
+    wheel = tmp_path / "cray_agents-1-py3-none-any.whl"
+    wheel.write_text("wheel")
+    made = release.context(wheel, tmp_path / "context")
+    asked = set(re.findall(r'\$context"?/([\w./*-]+)', (made / "install.sh").read_text()))
+    assert {"requirements/cpu.txt", "cray_agents-*.whl", "sbom.py"} <= asked
+    assert [name for name in asked if not list(made.glob(name))] == []
+    _, text = (made / "Containerfile").read_text().split("\nARG BASE\n")  # no default
+    assert re.search(r"\nRUN .* sh /mnt/install.sh\n(.*\n)*USER 1000:1000\n", text)
+
+
+def test_jobs_start_in_the_image_by_its_python() -> None:
+    """The section of docs/cluster.md for pyxis, and for apptainer, with the image's own Python."""
+    page = (ROOT / "docs" / "cluster.md").read_text()
+    (section,) = re.findall(r"^\[job\]\n.*?(?=^```)", page, re.MULTILINE | re.DOTALL)
+    (python,) = re.findall(r'`python = "(.*?)"` in `\[job.container\]`', page)
+    assert f"venv={Path(python).parents[1]} " in (ROOT / "deploy/images/install.sh").read_text()
+    container = tomllib.loads(section)["job"]["container"] | {"python": python}
+    command = Command(name="t", argv=[sys.executable, "-m", "train"], directory="/d", log="/l")
+    starts = {"pyxis": ("enroot import -o", "--container-image="), "apptainer": ("build", " ")}
+    for runtime, (line, option) in starts.items():
+        (image,) = re.findall(rf"{line} (/images/\S+)", page)
+        chosen = container | {"runtime": runtime, "image": image}
+        settings = JobSettings.model_validate({"container": chosen})
+        script = batch_script(command, Path("/l"), settings=settings)
+        (start,) = [line for line in script.splitlines() if line.startswith("srun ")]
+        assert start.endswith(f"{python} -m train &") and f"{option}{image} " in start
+        assert ("apptainer exec" in start) == (runtime == "apptainer")
+
+
+def test_links_of_the_site_are_followed(tmp_path: Path) -> None:
+    names = [f"{n}.html" for n in range(12)]
+    (tmp_path / "index.html").write_text(
+        "cray-agents 1.0" + "".join(f'<a href="{n}#a">' for n in names)
+    )
+    for name in names:
+        (tmp_path / name).write_text("")
+    release.try_docs(tmp_path, "1.0")
+    with pytest.raises(ReleaseError, match=r"does not say 2\.0"):
+        release.try_docs(tmp_path, "2.0")
+    (tmp_path / "3.html").unlink()
+    with pytest.raises(ReleaseError, match=r"\['3\.html'\]"):
+        release.try_docs(tmp_path, "1.0")
+
+
+@pytest.mark.skipif(os.environ.get("CRAY_TEST_IMAGE") != "1", reason="make soak")
+def test_the_demo_runs_in_the_image(tmp_path: Path) -> None:
+    """It has a gateway, a replica, training jobs and, in a private Slurm, slurmd."""
+    ran("deploy/images/build.sh")
+    root = tmp_path / "root"
+    root.mkdir()
+    os.chown(root, 1000, 1000)
+    words = ["cray-agents", "--json", "--home", "/shared/demo", "demo", "--quick"]
+    result = json.loads(ran(*RUN, f"--volume={root}:/shared", IMAGE, *words))
+    names = {part: result[part]["name"] for part in ("engine", "trainer", "scheduler")}
+    assert names == {"engine": "vllm", "trainer": "megatron-core", "scheduler": "slurm"}
+    assert [one["iteration"] for one in result["iterations"]] == [0, 1, 2]
+    sbom = json.loads(ran(*RUN, IMAGE, "cat", "/opt/cray-agents/sbom.json"))
+    named = {one["bom-ref"].partition("?")[0] for one in sbom["components"]}
+    pins = (ROOT / "requirements" / "cpu.txt").read_text().lower()
+    for name, version in re.findall(r"^([a-z0-9][\w.-]*)\S*==(\S+)", pins, re.MULTILINE):
+        assert f"pkg:pypi/{name}@{version}" in named
+    assert len(named) == len(sbom["components"]) > 300
+    no_key = ("test", "!", "-e", "/etc/munge/munge.key")
+    ran("podman", "run", "--rm", "--network=none", "--user=0", IMAGE, *no_key)
+    user = ran("buildah", "inspect", "--format={{.OCIv1.Config.User}}", IMAGE)
+    assert user.strip() == "1000:1000"
+    ran("buildah", "rmi", IMAGE, "localhost/cray-agents-base")
+
+
+def ran(*argv: object) -> str:
+    done = subprocess.run([str(word) for word in argv], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
