@@ -12,19 +12,19 @@ from tests.test_layers import LINKED, ROOT, dotted, imported, is_module, modules
 
 #: What each measure may be at most.
 BOUNDS = {
-    "lines of source": 114_900,
-    "modules of source": 518,
+    "lines of source": 116_200,
+    "modules of source": 527,
     "lines of the longest module": 600,
     "circles of folders": 0,
-    "lines of tests": 92_100,
-    "commands": 53,
-    "parameters of commands": 236,
+    "lines of tests": 94_200,
+    "commands": 55,
+    "parameters of commands": 239,
     "words of ARCHITECTURE.md": 3_000,
     "words of README.md": 900,
     "words of CHANGELOG.md": 300,
     "words of BENCHMARKS.md": 3_000,
-    "pages of docs": 13,
-    "words of docs": 20_500,
+    "pages of docs": 17,
+    "words of docs": 22_900,
 }
 GENERATED = {"models.md", "status.md", "templates.md"}  # pages made by tests
 
