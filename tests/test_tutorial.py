@@ -34,15 +34,14 @@ ENVIRONMENT = {"CRAY_AGENTS_PORT": "0"} | ({} if WHOLE else {"CRAY_AGENTS_KV_CAC
 SHORT = {
     "in AMOUNTS.items()": "in [*AMOUNTS.items()][-4:]",
     "in PRICES\n": "in [*PRICES][:2]\n",
-    "    examples=EXAMPLES,\n": "",
-    "tasks_per_iteration=64, group_size=4": "tasks_per_iteration=8",
+    "tasks_per_iteration=48, group_size=4": "tasks_per_iteration=8",
     "steps=8, batch_size=16": "steps=2, batch_size=4",
 }
 STEPS, BATCH = 120, 8  # of what the tiny model knows beforehand
 
 
 def shorten(file: Path) -> None:
-    text = file.read_text()
+    text = re.sub(r"    examples=\[.*?\n    \],\n", "", file.read_text(), flags=re.DOTALL)
     for long, short in SHORT.items():
         assert text.count(long) == 1, long
         text = text.replace(long, short)

@@ -12,7 +12,6 @@ from cray_agents import (
     Loop,
     Message,
     Run,
-    Sampling,
     TaskSet,
     ToolError,
     Training,
@@ -21,8 +20,7 @@ from cray_agents import (
 )
 
 PRICES = {"apple": 2, "pear": 3, "plum": 4, "lemon": 5, "melon": 7, "fig": 6, "lime": 8, "date": 9}
-AMOUNTS = {"2": 2, "4": 4, "8": 8, "three": 3, "seven": 7, "eleven": 11, "twenty": 20}
-AMOUNTS |= {"a dozen": 12, "half a dozen": 6}
+AMOUNTS = {"4": 4, "eleven": 11, "twenty": 20, "a dozen": 12, "half a dozen": 6, "a pair of": 2}
 QUESTIONS = ("What do {} cost?", "I would like {}, please. How much is that?")
 
 
@@ -39,20 +37,27 @@ def price(item: str, amount: int) -> str:
     return f"{amount * PRICES[item]} euros"
 
 
-CALL = {"name": "price", "arguments": '{"item": "pear", "amount": 5}'}
-EXAMPLES: list[Message] = [
-    {"role": "user", "content": "What do 5 pears cost?"},
-    {"role": "assistant", "tool_calls": [{"id": "call", "type": "function", "function": CALL}]},
-    {"role": "tool", "tool_call_id": "call", "content": "15 euros"},
-    {"role": "assistant", "content": "15 euros"},
-]
+def example(question: str, item: str, amount: int) -> list[Message]:
+    """Return the messages of a run that goes right."""
+    call = {"name": "price", "arguments": f'{{"item": "{item}", "amount": {amount}}}'}
+    answer = f"{amount * PRICES[item]} euros"
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "tool_calls": [{"id": item, "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": item, "content": answer},
+        {"role": "assistant", "content": answer},
+    ]
+
 
 agent = Agent(
     name="shop",
     instructions="Look the price up with the tool, then answer with the price alone.",
     tools=[price],
     tool_calls="constrained",  # for any model; without it, for one that was taught to call tools
-    examples=EXAMPLES,
+    examples=[
+        *example("What do 5 pears cost?", "pear", 5),
+        *example("I would like nine figs, please. How much is that?", "fig", 9),
+    ],
     max_turns=3,
     max_tokens=48,
     temperature=0.0,
@@ -80,7 +85,6 @@ loop = Loop(
     tasks,
     rewards=[exact],
     name="shop",
-    method=RFT(tasks_per_iteration=64, group_size=4, training=training),
-    sampling=Sampling(temperature=0.8),
+    method=RFT(tasks_per_iteration=48, group_size=4, training=training),
 )
 evaluation = Evaluation(agent, tasks.holdout, rewards=[exact])
