@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cray_agents import Loop, Run, Task
+from cray_agents.agent import WorkerEnvironment
 from cray_agents.errors import BadInput
 from cray_agents.iteration import Iteration
 from cray_agents.loop import Hazards, Live, Pair
@@ -131,6 +132,9 @@ def test_what_cannot_be_meant_is_told() -> None:
     with pytest.raises(BadInput, match="hazards='fraud': give a Hazards"):
         site_loop(hazards="fraud")
     loop: Loop = site_loop()
+    placed = loop.agent.override(environment=WorkerEnvironment("maze"))
+    with pytest.raises(BadInput, match="environment"):
+        site_loop(agent=placed, hazards=Hazards(PROMPTS, refused))
     with pytest.raises(BadInput, match="say 3"):
         site_loop(hazards=Hazards({"a": ["say 3"]}, refused))  # it is trained on
     with pytest.raises(BadInput, match="where a canary decides"):

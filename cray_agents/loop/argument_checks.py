@@ -112,6 +112,9 @@ def check(loop: LoopSettings) -> None:
         if not loop.tasks.split("holdout"):
             problem = "hazards have no effect where a canary decides: give held-out tasks"
             raise BadInput(problem, param="hazards")
+        if loop.agent.environment is not None:
+            problem = "the agent's environment rewards runs, and so do hazards: leave one out"
+            raise BadInput(problem, param="hazards")
         TaskSet([*loop.tasks, *loop.hazards.tasks])  # none of the prompts is trained on
     least, most = loop.promotion.low, loop.promotion.high
     target = loop.stop.target
