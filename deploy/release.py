@@ -70,7 +70,7 @@ def source(folder: Path) -> Path:
 def build(kind: str, tree: Path, into: Path) -> Path:
     """Build the sdist or the wheel of a tree by setuptools."""
     into.mkdir(exist_ok=True)
-    run(sys.executable, "-c", BUILD.format(kind), into, at=tree)
+    run(sys.executable, "-P", "-c", BUILD.format(kind), into, at=tree)
     [made] = into.iterdir()
     return made
 
@@ -153,7 +153,7 @@ def release(version: str, work: Path) -> list[Path]:
     run("sh", "-n", unpack(image, work / "image") / "install.sh")
     chart = pack(tree / CHART, "cray-agents", work / f"cray-agents-{version}.tgz")
     try_chart(unpack(chart, work / "chart"))
-    run(sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", work / "site")
+    run(sys.executable, "-P", "-m", "mkdocs", "build", "--quiet", "--site-dir", work / "site")
     docs = pack(work / "site", f"{name}-docs", work / f"{name}-docs.tar.gz")
     try_docs(unpack(docs, work / "docs"), version)
     return [wheel, sdist, image, chart, docs]

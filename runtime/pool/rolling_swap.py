@@ -35,6 +35,7 @@ async def copy_weights(slots: Sequence[Replica], new: LoadedVersion) -> None:
                 await asyncio.wait({copying}, timeout=_POLL_INTERVAL)
         finally:
             copying.cancel()
+            await asyncio.gather(copying, return_exceptions=True)
 
 
 async def rolling_swap(

@@ -97,7 +97,8 @@ def test_the_largest_difference_is_found_and_refused_above_the_limit() -> None:
     assert found.distance.kl == pytest.approx(kl)
     assert (found.distance.tokens_above, found.distance.sequences_above) == (0, 0)
     event = {"event": "agreement", "time": 1.0, **found.event(LogprobLimits(max=0.5))}
-    assert distance_in(event) == found.distance
+    worst = (found.run_id, found.place, found.ours, found.theirs)
+    assert distance_in(event) == found.distance.model_copy(update={"worst": worst})
     older = {name: event[name] for name in event if name not in ("kl", "p99_difference")}
     assert distance_in(older) is None
     assert (found.run_id, found.place, found.ours, found.theirs) == ("run-1", 4, -2.5, -3)
