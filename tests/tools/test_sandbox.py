@@ -449,7 +449,8 @@ async def test_nothing_is_left_behind(sandbox: Sandbox, tmp_path: Path) -> None:
     outcome = await replace(sandbox, readable=[tmp_path]).run(
         ["bash", "-c", f"pwd; exec >/dev/null; {detach}; python {tmp_path}/deep.py; exit 5"]
     )
-    assert outcome.returncode == 5
+    # a look at the disk while it is still at work finds folders that hide something
+    assert outcome.returncode == 5 or outcome.limit == "disk"
     folder = Path(outcome.stdout.strip()).parent
     await until(lambda: not folder.exists())  # on a busy machine its removal may go on for a while
     outcome = await replace(sandbox, seconds=0.3).run(["bash", "-c", f"{detach}; sleep {mark}"])
