@@ -12,6 +12,8 @@ from cray_agents.iteration import Iterations, LoopProgress
 if TYPE_CHECKING:
     from cray_agents.loop.loop import Loop
 
+__all__ = ["watch"]
+
 REDRAW_SECONDS = 0.5  # at least, between two looks at a phase's progress
 
 

@@ -25,7 +25,7 @@ from cray_agents.runtime.gateway.app import routes
 from cray_agents.runtime.gateway.http.routing import IN_RUN, TAGS, document
 
 PACKAGES = ("cray_agents", *(f"cray_agents.{name}" for name in ("agent", "loop", "training")),
-            "cray_agents.testing")  # fmt: skip
+            "cray_agents.notebook", "cray_agents.testing")  # fmt: skip
 SECTION = re.compile(r"^    (\*{0,2}[\w, *]+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 NO_DEFAULT = inspect.Parameter.empty
 

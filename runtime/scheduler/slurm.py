@@ -70,7 +70,6 @@ UNREACHABLE = (
     "try again",
     "munge",
 )
-STEPLESS_SECONDS = 10.0  # without a step, after which a job that lost its script is ended
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,6 @@ class Slurm:
         self._queue_time = float("-inf")
         self._exits: dict[tuple[int, str], int | None] = {}
         self._failed_nodes: dict[int, str] = {}
-        self._without_steps: dict[int, float] = {}  # by job: since when, in monotonic seconds
 
     def __enter__(self) -> "Slurm":
         return self
@@ -346,14 +344,9 @@ class Slurm:
         return ",".join([*own, *wanted])
 
     def _has_steps(self, job: Job) -> bool:
-        """Tell whether a job runs something on its nodes, or did some seconds ago."""
+        """Tell whether a job still runs something on the nodes that it has."""
         steps = self._call("squeue", "-h", "-s", f"--jobs={job.id}", "-o", "%i %N")
-        if not step_nodes(steps).isdisjoint(node_names(job.nodes)):
-            self._without_steps.pop(job.id, None)
-            return True
-        # just after a node is lost, Slurm may list none of the steps that go on
-        since = self._without_steps.setdefault(job.id, time.monotonic())
-        return time.monotonic() - since < STEPLESS_SECONDS
+        return not step_nodes(steps).isdisjoint(node_names(job.nodes))
 
     def _failed_node(self, job: Job) -> str:
         """Return the node where a job failed; of several, the one that is not up. Cached."""

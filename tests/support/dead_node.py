@@ -14,8 +14,11 @@ def kill_node(cluster: PrivateCluster, node: str) -> None:
     steps = {parent_of(pid) for pid in own}
     steps = {pid for pid, words, _ in processes(cluster) if pid in steps and "slurmstepd" in words}
     signal_slurmd(cluster, node, signal.SIGSTOP)
-    for number in (signal.SIGSTOP, signal.SIGKILL):  # at once: none does a thing when another dies
-        for pid in (*own, *steps):
+    # None may do a thing when another dies. A stopped process goes on when its process group is
+    # orphaned, and srun's shepherd then ends a step on another node: so children die first.
+    order = sorted((*own, *steps), key=depth_of, reverse=True)
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in order:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
@@ -45,6 +48,14 @@ def processes(cluster: PrivateCluster) -> list[tuple[int, str, list[str]]]:
             if f"CRAY_AGENTS_SUPERVISED={cluster.directory}" in variables:
                 found.append((int(entry.name), words, variables))
     return found
+
+
+def depth_of(pid: int) -> int:
+    """The number of a process's ancestors."""
+    depth = 0
+    while (pid := parent_of(pid)) > 1:
+        depth += 1
+    return depth
 
 
 def parent_of(pid: int) -> int:
