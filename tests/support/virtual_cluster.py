@@ -125,8 +125,8 @@ class VirtualCluster:
         scheduler = self.site.scheduler
 
         def look() -> tuple[int, dict[str, Any], list[str], list[str]]:
+            live = scheduler.live()  # first: a node whose job leaves after this look is free
             free = sum(room.free_cores for room in scheduler.room("replica"))
-            live = scheduler.live()
             leaving = [
                 name for name, job in live.items()
                 if job.state == "running" and scheduler.preemption(name, job.id)
