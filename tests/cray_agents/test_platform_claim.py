@@ -20,7 +20,7 @@ from cray_agents.processes import start_time
 from cray_agents.runtime.controller_lease import ControllerLease
 from cray_agents.server import compose, gateway_ports, platform_process, root_claim
 from cray_agents.server.gateway_ports import Ports
-from tests.support.command_line import cli
+from tests.support.command_line import bystander, cli
 from tests.support.scripted_gateway import served
 
 TOKEN = "sk-platform-its-own"
@@ -141,16 +141,14 @@ def test_one_from_before_a_reboot_is_gone(tmp_path: Path) -> None:
     home = Home(tmp_path)
     claim(home)
     info = json.loads(home.platform.read_text())
-    argv = [sys.executable, "-c", "import sys; sys.stdin.read()", "cray"]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE) as process:
-        home.platform.write_text(json.dumps(info | {"pid": process.pid}))
+    with bystander() as pid:
+        home.platform.write_text(json.dumps(info | {"pid": pid}))
         assert platform_process.owner(home) is None  # another process has its pid now
-        info |= {"pid": process.pid, "ticks": start_time(process.pid)}
+        info |= {"pid": pid, "ticks": start_time(pid)}
         home.platform.write_text(json.dumps(info))
         assert platform_process.owner(home) is not None
         home.platform.write_text(json.dumps(info | {"boot": "before"}))
         assert platform_process.owner(home) is None
-        process.kill()
     assert claim(home) != info["token"]
 
 

@@ -48,11 +48,20 @@ def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
 @contextmanager
 def claimed(home: Home, url: str, name: str = "m") -> Iterator[None]:
     """Let commands find a scripted platform: they look for its process by the file under a root."""
-    argv = [sys.executable, "-c", "import sys; sys.stdin.read()", "cray"]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE) as process:
-        info = {"url": url, "name": name, "started": 0.0, "pid": process.pid}
+    with bystander() as pid:
+        info = {"url": url, "name": name, "started": 0.0, "pid": pid}
         home.platform.write_text(json.dumps(info))
+        yield
+
+
+@contextmanager
+def bystander() -> Iterator[int]:
+    """Run a process that does nothing and passes for one of ours; yield its pid."""
+    argv = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()", "cray"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # its command line cannot be read before it has started
         try:
-            yield
+            yield process.pid
         finally:
             process.kill()
