@@ -77,6 +77,7 @@ SOAKS = [
         {"BRIDGE": 1},
     ),
     Soak("install", "tests/test_packages.py -k install", {"INSTALL": 1}),
+    Soak("slurm", "tests/test_cluster_page.py", {"PAGE": 1}),
     Soak("next-vllm", "tests/runtime/test_next_vllm.py", {"VLLM": "0.31.0,0.33.0"}, 7200),
     Soak("benchmarks", "tests/runtime/test_outside_benchmarks.py", {"BENCHMARKS": 1}),
     Soak("image", "tests/test_release.py -k demo", {"IMAGE": 1}, 14_400),

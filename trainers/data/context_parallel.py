@@ -23,13 +23,21 @@ Number = TypeVar("Number", np.int64, np.float32)
 class ContextShard(Packed):
     """A context rank's share of a micro-batch; arrays are [its tokens] unless noted.
 
-    `bounds`, of the filled-up sequences before the cut, and `chosen` are of the whole micro-batch
-    and equal on all ranks. Sequences are filled up at their ends, where causal attention hides the
-    filler from the tokens before it. Filler has a mask of 0, so that it does not count.
+    `bounds`, of the filled-up sequences before the cut, and what else is of sequences are of the
+    whole micro-batch and equal on all ranks. Several ranks share no prompts. Sequences are filled
+    up at their ends, where causal attention hides the filler from the tokens before it. Filler has
+    a mask of 0, so that it does not count.
     """
 
     sequence: Ints  # each token's sequence in the micro-batch
     places: Ints  # in the Packed's arrays; -1: a filler
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The sum over its tokens of their sequences' lengths, and the number of its tokens."""
+        real = self.sequence[self.places >= 0]
+        lengths = np.diff(self.bounds) + self.left_out
+        return int(lengths[real].sum()), len(real)
 
 
 def share(packed: Packed, rank: int, ranks: int, multiple: int = 1) -> ContextShard:
@@ -54,13 +62,15 @@ def share(packed: Packed, rank: int, ranks: int, multiple: int = 1) -> ContextSh
     return ContextShard(
         tokens=mine(packed.tokens),
         labels=mine(packed.labels),
-        positions=positions,
+        positions=positions + packed.left_out[sequence],
         sequence=sequence,
         places=places,
         mask=mine(packed.mask),
         columns={name: mine(values) for name, values in packed.columns.items()},
         bounds=np.concatenate([[0], np.cumsum(filled)]).astype(np.int32),
         chosen=packed.chosen,
+        left_out=packed.left_out,
+        heads=packed.heads,
         routes=None
         if packed.routes is None
         else np.where(real[:, None], packed.routes[places], -1),

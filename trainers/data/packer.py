@@ -2,7 +2,8 @@
 
 The samples of a step are a pure function of (seed, step), so that a resumed job sees the same ones
 as an uninterrupted job. They are balanced over the data ranks by tokens, and packed without padding
-and without attention between them. No torch. Read next: training/train_step.py.
+and without attention between them. Samples that begin with the same prompt, as those of a group do,
+may be packed with it once. No torch. Read next: training/train_step.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cray_agents.trainers.data.samples import Floats, Ints, Samples
+from cray_agents.trainers.data.stored_tokens import Repeated
 from cray_agents.training_jobs import Hyperparameters
 
 
@@ -24,6 +26,7 @@ class Rows(Protocol):
 
 
 Columns = Mapping[str, Rows]
+LEAST_SHARED = 16  # tokens of a prompt; with less nothing is gained
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class Packed:
     """A micro-batch of sequences one after the other; arrays are [tokens] unless noted.
 
     The label at place i is the sequence's next token. `mask` and `columns` describe the label.
+    The first tokens of a sequence may be left out, as those of another one are the same.
     """
 
     tokens: Ints
@@ -82,6 +86,8 @@ class Packed:
     mask: Floats
     columns: dict[str, Floats]
     chosen: Floats  # [sequences]
+    left_out: Ints  # [sequences]: the number of its first tokens that are left out
+    heads: Ints  # [sequences]: the sequence that has these tokens; its own number if none are
     routes: Ints | None = None  # [tokens, numbers]: the experts of each; -1: unknown
 
 
@@ -133,27 +139,98 @@ def balance(costs: Sequence[int], ranks: int, limit: int) -> list[list[list[int]
     return [share + [[] for _ in range(most - len(share))] for share in shares]
 
 
-def pack(samples: Samples, indices: Sequence[int], columns: Columns | None = None) -> Packed:
+def prompt_of(samples: Samples, index: int) -> Ints:
+    """Return the tokens of a sample that others may share; none if they are few.
+
+    They end before the token that predicts the first trained one: its labels differ. Recorded
+    routes differ, too.
+    """
+    if samples.routes or isinstance(samples.masks, Repeated):  # the latter: all tokens are trained
+        return np.zeros(0, np.int64)
+    trained = np.flatnonzero(samples.masks[index][1:] > 0)
+    size = int(trained[0]) if len(trained) else 0
+    return samples.tokens[index][: size if size >= LEAST_SHARED else 0]
+
+
+def heads_of(samples: Samples, indices: Sequence[int], *, share: bool) -> list[tuple[int, int]]:
+    """Return for each sample of a micro-batch (head, number of tokens left out), as in Packed."""
+    first: dict[bytes, int] = {}
+    found = []
+    for place, index in enumerate(indices):
+        prompt = prompt_of(samples, index) if share else ()
+        head = first.setdefault(prompt.tobytes(), place) if len(prompt) else place
+        found.append((head, 0 if head == place else len(prompt)))
+    return found
+
+
+def cost_of(samples: Samples, indices: Sequence[int], *, share: bool) -> int:
+    """Return the tokens that samples add to a micro-batch."""
+    heads = heads_of(samples, indices, share=share)
+    return sum(samples.cost(i) for i in indices) - sum(left_out for _, left_out in heads)
+
+
+def merged(
+    samples: Samples, units: Sequence[Sequence[int]], limit: int, ranks: int, *, share: bool
+) -> Sequence[Sequence[int]]:
+    """Merge units that begin with the same prompt, as far as a micro-batch has room.
+
+    Beside the prompt none becomes larger than a rank's share of all, so that every rank has work.
+    """
+    if not share:
+        return units
+    prompts = [prompt_of(samples, unit[0]) for unit in units]
+    costs = [
+        cost_of(samples, unit, share=True) - len(prompt)
+        for unit, prompt in zip(units, prompts, strict=True)
+    ]
+    fair = sum(costs) // ranks
+    pieces: list[list[int]] = []
+    open_: dict[bytes, tuple[list[int], int]] = {}  # by prompt: what has room, and its cost
+    for unit, prompt, cost in zip(units, prompts, costs, strict=True):
+        piece, size = open_.get(prompt.tobytes(), ([], 0))
+        if not len(prompt) or not piece or size + cost > min(fair, limit - len(prompt)):
+            pieces.append(piece := [])
+            size = 0
+        piece += unit
+        open_[prompt.tobytes()] = piece, size + cost
+    return pieces
+
+
+def pack(
+    samples: Samples,
+    indices: Sequence[int],
+    columns: Columns | None = None,
+    *,
+    share: bool = False,
+) -> Packed:
     """Pack samples into one micro-batch, with the columns' numbers of their tokens.
 
-    Without samples the micro-batch is a single token with a mask of 0.
+    `share`: a prompt that several begin with is packed once. Without samples the micro-batch is a
+    single token with a mask of 0.
     """
     filler = 0 if indices else 1
     zeros = np.zeros(filler, np.int64)
-    lengths = [samples.cost(i) for i in indices] or [1]
+    heads, left_out = zip(*(heads_of(samples, indices, share=share) or [(0, 0)]), strict=True)
+    own = list(zip(indices, left_out, strict=False))
+    lengths = [samples.cost(i) - first for i, first in own] or [1]
 
     def floats(rows: Rows) -> Floats:
-        return np.concatenate([*(rows[i][1:] for i in indices), zeros]).astype(np.float32)
+        each = (rows[i][first + 1 :] for i, first in own)
+        return np.concatenate([*each, zeros]).astype(np.float32)
 
     chosen = [samples.chosen[i] for i in indices] or [0.0]
     return Packed(
-        tokens=np.concatenate([*(samples.tokens[i][:-1] for i in indices), zeros]),
-        labels=np.concatenate([*(samples.tokens[i][1:] for i in indices), zeros]),
-        positions=np.concatenate([np.arange(n) for n in lengths]),
+        tokens=np.concatenate([*(samples.tokens[i][first:-1] for i, first in own), zeros]),
+        labels=np.concatenate([*(samples.tokens[i][first + 1 :] for i, first in own), zeros]),
+        positions=np.concatenate(
+            [np.arange(first, first + n) for n, first in zip(lengths, left_out, strict=True)]
+        ),
         bounds=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
         mask=floats(samples.masks),
         columns={name: floats(rows) for name, rows in (columns or {}).items()},
         chosen=np.array(chosen, np.float32),
+        left_out=np.array(left_out),
+        heads=np.array(heads),
         routes=np.concatenate([samples.routes[i][:-1] for i in indices])
         if samples.routes and indices
         else None,
@@ -168,13 +245,16 @@ def microbatches(
     ranks: int,
     columns: Columns | None = None,
     rounds: int = 1,
+    *,
+    share: bool = False,
 ) -> tuple[list[Packed], list[list[int]]]:
     """Pack a data rank's share of units (samples that stay together); also return the members.
 
     All ranks get equally many micro-batches, a multiple of `rounds` (for interleaved pipelines).
     """
-    costs = [sum(samples.cost(i) for i in unit) for unit in units]
-    share = balance(costs, ranks, limit)[rank]
-    share = share + [[] for _ in range(-len(share) % rounds)]
-    members = [[i for place in batch for i in units[place]] for batch in share]
-    return [pack(samples, batch, columns) for batch in members], members
+    units = merged(samples, units, limit, ranks, share=share)
+    costs = [cost_of(samples, unit, share=share) for unit in units]
+    mine = balance(costs, ranks, limit)[rank]
+    mine = mine + [[] for _ in range(-len(mine) % rounds)]
+    members = [[i for place in batch for i in units[place]] for batch in mine]
+    return [pack(samples, batch, columns, share=share) for batch in members], members

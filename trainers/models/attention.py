@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
 
 from cray_agents.trainers.data.context_parallel import cut
+from cray_agents.trainers.data.samples import Ints
 from cray_agents.trainers.models import kernels
 
 
@@ -34,23 +35,38 @@ class RMSNorm(torch.nn.RMSNorm):
         return super().forward(x)
 
 
-def packed_sequences(bounds: npt.NDArray[np.int32], device: torch.device) -> Any:
+def packed_sequences(
+    bounds: npt.NDArray[np.int32],
+    device: torch.device,
+    left_out: Ints | None = None,
+    heads: Ints | None = None,
+) -> Any:
     """Return whole sequences' bounds [sequences + 1] as PackedSeqParams of Megatron.
 
-    Their attribute `lengths` is what attention needs on the host: [sequences], numpy.
+    `left_out` and `heads` [sequences]: see Packed; None: nothing is left out. What attention needs
+    beyond Megatron's own are the attributes `lengths` and `ends` on the host, [sequences], numpy:
+    the tokens and the keys of each; `keys`, [all keys]: their places among the tokens, None if they
+    are the tokens; `key_bounds`, [sequences + 1]. The rotation finds `left_out` at the bounds.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
     lengths = np.diff(bounds)
+    ends = lengths if left_out is None else lengths + left_out
     on_device = send(bounds, device)
     packed = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=on_device,
         cu_seqlens_kv=on_device,
         max_seqlen_q=int(lengths.max()),
-        max_seqlen_kv=int(lengths.max()),
+        max_seqlen_kv=int(ends.max()),
     )
-    packed.lengths = lengths
+    packed.lengths, packed.ends, packed.keys = lengths, ends, None
+    if left_out is not None and left_out.any():
+        starts = zip(bounds[heads], left_out, bounds[:-1], bounds[1:], strict=True)
+        places = [np.r_[head : head + shared, own:end] for head, shared, own, end in starts]
+        packed.keys = send(np.concatenate(places).astype(np.int64), device)
+        packed.key_bounds = send(_bounds(ends), device)
+        on_device.left_out = send(left_out, device)  # type: ignore[attr-defined]
     return packed
 
 
@@ -63,14 +79,16 @@ def send(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 def token_positions(bounds: torch.Tensor, tokens: int, rank: int, ranks: int) -> torch.Tensor:
     """Return [tokens]: the position in its sequence of each token that `cut` gives to a rank.
 
-    Computed on the device of `bounds` [sequences + 1], which are of the whole sequences.
+    Computed on the device of `bounds` [sequences + 1], which are of the whole sequences, as
+    `packed_sequences` makes them.
     """
+    left_out = getattr(bounds, "left_out", None)
     bounds = bounds.long()
     place = torch.arange(tokens, device=bounds.device)
     sequence = torch.searchsorted(bounds[1:] // ranks, place, right=True)
     nth = place - bounds[:-1][sequence] // ranks
     if ranks == 1:
-        return nth
+        return nth if left_out is None else nth + left_out[sequence]
     chunk = bounds.diff()[sequence] // (2 * ranks)
     return nth + chunk * torch.where(nth < chunk, rank, 2 * (ranks - 1) - rank)
 
@@ -80,8 +98,8 @@ class PackedAttention(torch.nn.Module):
 
     Sequences lie one after the other in queries, keys and values: [tokens, heads, head size].
     PackedSeqParams are those of `packed_sequences`. With `varlen`, one kernel attends within all
-    sequences. With context parallelism a rank has the tokens that `cut` selects, and gathers its
-    peers' keys and values.
+    sequences. The tokens that a sequence left out are keys of its own. With context parallelism a
+    rank has the tokens that `cut` selects, and gathers its peers' keys and values.
     """
 
     def __init__(
@@ -114,10 +132,17 @@ class PackedAttention(torch.nn.Module):
         packed = packed_seq_params
         if self.contexts.size() > 1:
             return self._from_chunks(query, key, value, packed.lengths)
+        shared, lengths = packed.keys is not None, packed.lengths.tolist()
+        if shared:
+            key, value = (_SharedRows.apply(each, packed.keys) for each in (key, value))  # type: ignore[no-untyped-call]
         if self.varlen:
             bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-            return attend_to_all(query, key, value, bounds, longest, self.scale).flatten(1)
-        out = list(attend_by_length(query, key, value, packed.lengths.tolist(), self.scale))
+            keys = (packed.key_bounds, packed.max_seqlen_kv) if shared else None
+            return attend_to_all(query, key, value, bounds, longest, self.scale, keys).flatten(1)
+        if shared:
+            out = list(attend_to_ends(query, key, value, lengths, packed.ends.tolist(), self.scale))
+        else:
+            out = list(attend_by_length(query, key, value, lengths, self.scale))
         return (torch.cat(out) if len(out) > 1 else out[0]).flatten(1)
 
     def _from_chunks(
@@ -142,6 +167,12 @@ class PackedAttention(torch.nn.Module):
             ).flatten(1)
         out = attend_to_ends(query, key, value, chunks.tolist(), ends.tolist(), self.scale)
         return torch.cat(list(out)).flatten(1)
+
+
+def takes_shared_prompts(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Tell whether the attention of a model's chunks finds keys that a sequence left out."""
+    modules = (module for chunk in chunks for module in chunk.modules())
+    return any(isinstance(each, PackedAttention) and each.contexts.size() == 1 for each in modules)
 
 
 def attend_to_all(
@@ -187,8 +218,27 @@ def attend_to_ends(
     """Attend from the last `lengths` tokens of sequences of `ends` keys, one after the other."""
     split = (torch.split(each, list(ends)) for each in (key, value))
     for q, k, v in zip(torch.split(query, list(lengths)), *split, strict=True):
-        mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril_(len(k) - len(q))
+        mask = None
+        if len(q) < len(k):
+            mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device)
+            mask.tril_(len(k) - len(q))
         yield _attend(q[None], k[None], v[None], scale, mask).flatten(0, 1)
+
+
+class _SharedRows(torch.autograd.Function):
+    """Select rows, some of them several times; their gradients are added in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        ctx.count = len(rows)
+        return rows.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (places,), (gradient,) = ctx.saved_tensors, gradients
+        total = gradient.new_zeros((ctx.count, *gradient.shape[1:]), dtype=torch.float32)
+        return total.index_add_(0, places, gradient.float()).to(gradient.dtype), None
 
 
 def attend_by_length(

@@ -30,7 +30,7 @@ from cray_agents.trainers.data.samples import Floats, Ints, Samples
 from cray_agents.trainers.methods import METHODS
 from cray_agents.trainers.methods.learning_rate import learning_rate
 from cray_agents.trainers.models.architecture import Architecture
-from cray_agents.trainers.models.attention import send
+from cray_agents.trainers.models.attention import send, takes_shared_prompts
 from cray_agents.trainers.models.backends import (
     AnySource,
     StoredTypes,
@@ -154,6 +154,7 @@ class RankTraining:
         _time_own_work(self.chunks, self.own_work)
         self.optimizer = build_optimizer(self.wrapped_chunks, hyper)
         self.head = _head_of(self.chunks)
+        self.shares_prompts = takes_shared_prompts(self.chunks)
         self.base: AdapterBase | None = None
         self.first: list[torch.Tensor] = []
         self._types: StoredTypes | None = None  # of the parent
@@ -239,6 +240,7 @@ class RankTraining:
             model, self.layout, self.hyper, self.on_cpu, "none", source, broadcast_from_rank0
         )
         other.wrapped_chunks, other.head = other.chunks, _head_of(other.chunks)
+        other.shares_prompts = takes_shared_prompts(other.chunks)
         if self.layout.sharding == "full":
             other.chunks[0].requires_grad_(False)  # or FSDP takes memory for an optimizer
             other.wrapped_chunks = wrap(other.chunks, self.layout, self.hyper, overlap=False)
@@ -322,8 +324,8 @@ class RankTraining:
         members = _members(units)
         sums = self._sums(baseline, units, drift, baseline.weight_scale(members), learn=True)
         stops, _ = sums.pop("stop")
+        lengths, processed = sums.pop("length")
         loss, measures = self._means(sums)
-        costs = [samples.cost(i) for i in members]
         if self.method == "grpo":
             measures["reward"] = float(samples.rewards[members].mean())
         rate, norm = self.rate_at(self.done), math.nan
@@ -335,8 +337,8 @@ class RankTraining:
             learning_rate=rate,
             grad_norm=norm,
             tokens=int(baseline.marks[members].sum()),
-            processed=sum(costs),
-            length=sum(cost * cost for cost in costs) / sum(costs),
+            processed=int(processed),
+            length=lengths / processed,
             stop=stops > 0,
             measures=measures,
         )
@@ -373,7 +375,7 @@ class RankTraining:
                 for name, (total, count) in added.items():
                     before = sums.get(name, (0.0, 0.0))
                     sums[name] = before[0] + total, before[1] + count
-        del sums["stop"]
+        del sums["stop"], sums["length"]
         return self._means(sums)
 
     def score(
@@ -482,6 +484,7 @@ class RankTraining:
             self.layout.data,
             columns=columns,
             rounds=self.layout.pipeline if self.layout.interleave > 1 else 1,
+            share=self.shares_prompts,
         )
 
     def run_passes(self, batches: list[Packed], report: Any, *, learn: bool) -> list[Any]:
@@ -549,7 +552,8 @@ class RankTraining:
         if self.head is not None and self.head.entropy is not None:
             tokens = tokens.with_entropy(self.head.entropy[: len(rows)])
         loss = METHODS[self.method](tokens, self.hyper)
-        report = {"loss": (loss.total.detach(), loss.count), **loss.measures}
+        sizes = [torch.full_like(loss.count, size, dtype=torch.float64) for size in share.sizes]
+        report = {"loss": (loss.total.detach(), loss.count), "length": sizes, **loss.measures}
         # a micro-batch of filler teaches nothing, but every rank must send a gradient
         total = loss.total if len(rows) else per_token.sum() * 0.0
         return total, loss.count.int(), report
