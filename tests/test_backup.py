@@ -215,10 +215,10 @@ class Living:
         self._stopped = threading.Event()
         self._model = bare_model(folder / "model")
         self._trainer = threading.Thread(target=self._train)
-        self._trainer.start()
         for name in ("one", "two"):
             self.children.start(name, "tests.support.store.writer_process", self.home.root, name)
         self.children.start("keeper", "tests.support.store.maintainer_process", self.home.root)
+        self._trainer.start()  # not before: they are forks, and would keep what it has locked
         wait_until(lambda: len(self.acknowledged()) > 20)
 
     def _train(self) -> None:

@@ -183,7 +183,7 @@ def test_what_environments_do_wrong_is_an_error_and_never_a_reward(
         check(run, bad.errors[way])
     log = (tmp_path / "worker.log").read_text()
     assert ("processes were left behind" in log) == ("leaks" in bad.errors), log[-4000:]
-    commands = [p.read_text() for p in Path("/proc").glob("[0-9]*/cmdline") if readable(p)]
+    commands = map(command_of, Path("/proc").glob("[0-9]*/cmdline"))
     assert not [words for words in commands if words.startswith("sleep\x0098765")]
 
 
@@ -233,9 +233,9 @@ def check(run: Run, expected: tuple[str, str] | None) -> None:
     assert not run.rewards
 
 
-def readable(path: Path) -> bool:
+def command_of(path: Path) -> str:
+    """A command line; "" if its process has ended."""
     try:
-        path.read_text()
-    except (OSError, UnicodeDecodeError):
-        return False
-    return True
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

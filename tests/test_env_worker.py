@@ -131,8 +131,8 @@ def test_a_killed_worker_loses_no_run_and_doubles_none(tmp_path: Path) -> None:
 
     given = list(tasks().split("train"))[:6]
     with platform(tmp_path, ScriptedEngine(slow)) as where:
-        options: Any = (where, "trl", f"{TRL}:Adder", "--slots", 2, "--lease", 1)
-        with worker(*options) as first:
+        options: Any = (where, "trl", f"{TRL}:Adder", "--slots", 2)
+        with worker(*options, "--lease", 1) as first:  # the second one loses no run to a pause
 
             async def kill() -> None:
                 await until(lambda: len(calls) >= 2)

@@ -1,5 +1,6 @@
 """Evaluation of versions without a loop: its figures, its records, its ends."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -226,23 +227,30 @@ unknown = Evaluation(agent, tasks, right, models=["nobody"])
 def test_a_killed_evaluation_goes_on_and_asks_nothing_twice(tmp_path: Path) -> None:
     (tmp_path / "e.py").write_text(FILE)
     home = Home(tmp_path / "home")
+    held, killed, store = list[str](), Event(), Store(home)
 
-    def right_by_version(request: dict[str, Any], version: str) -> str:
+    async def right_by_version(request: dict[str, Any], version: str) -> str:
         number = said(request)
+        if len(engine.requests) >= 80:  # so that it is killed in the midst, whenever that is
+            held.append(number)
+            await asyncio.to_thread(killed.wait, 300)
         return number if version == "m@2" or int(number) % 3 == 0 else "no"
 
-    engine = ScriptedEngine(right_by_version, delay=0.05)
+    def stands() -> bool:
+        return len(held) == 4 and len(store.runs(RunQuery())) == len(engine.requests) - 4
+
+    engine = ScriptedEngine(right_by_version)
     with platform(home.root, engine) as where:
         add_version(where, tmp_path)
         words = ["eval", "e.py", "--url", where.url]
         argv = [sys.executable, "-m", "cray_agents", *words]
         with subprocess.Popen(argv, cwd=tmp_path, stdout=-1, stderr=-1) as command:
-            wait_until(lambda: len(engine.requests) >= 80 or command.poll() is not None)
+            wait_until(lambda: stands() or command.poll() is not None)
             command.kill()
-        recorded = {(run.input, run.attempt, run.model) for run in Store(home).runs(RunQuery())}
+        killed.set()
+        recorded = {(run.input, run.attempt, run.model) for run in store.runs(RunQuery())}
         assert 60 < len(recorded) < 120
         engine.requests.clear()
-        engine.delay = 0
         done = cli(*words, "--json", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert len(engine.requests) <= 120 - len(recorded)

@@ -77,6 +77,7 @@ class Platform:
                 return False  # of the one before, whose port may be anybody's
             pool = self.call("/v1/pool")["data"]
             served = pool[0]["state"] == "serving" and self.ask() == f"m@1: {PROMPT}"
+            served &= "further gateway: " in (self.home.logs / "gateway-1.log").read_text()
             return bool(served and self.serving()[0])  # further gateways are told a little later
         return False
 

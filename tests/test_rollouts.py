@@ -25,6 +25,7 @@ from cray_agents.testing import ScriptedEngine
 from tests.support.killable_loop import shape, site_loop, some_tasks
 from tests.support.scripted_platform import platform
 from tests.support.scripted_pool import Mortal
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -89,43 +90,47 @@ def stored(root: Path, **query: Any) -> list[Run]:
 
 async def test_a_run_that_is_too_slow_by_itself_has_its_reward(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(slow_at("slowly"))) as where:
-        agent = Agent("a", model="m", timeout=3)
-        slow, quick = await carried_out(where, agent, "slowly", "at once")
+        (slow,) = await carried_out(where, Agent("a", model="m", timeout=3), "slowly")
+        (quick,) = await carried_out(where, Agent("a", model="m"), "at once")
     assert (slow.stop_reason, slow.error, slow.reward) == ("timeout", None, 0.0)
     assert (quick.stop_reason, quick.reward) == ("completed", 1.0)
     assert len(stored(tmp_path, loop="loop")) == 2
 
 
 class Slow(Mortal):
-    """Takes so many seconds to come back."""
+    """Comes back when it may."""
 
-    seconds = 0.0
+    back = False
 
     async def start(self, checkpoint: Path, version: str) -> None:
-        if self.starts:
-            await asyncio.sleep(self.seconds)
+        while self.starts and not self.back:  # noqa: ASYNC110 - the test tells
+            await asyncio.sleep(0.02)
         await super().start(checkpoint, version)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "why"), [(4.0, "no replica serves m@1"), (0.0, "m@1 was restarted")]
+    ("late", "why"), [(True, "no replica serves m@1"), (False, "m@1 was restarted")]
 )
 async def test_a_replica_that_restarts_is_not_the_agents_fault(
-    tmp_path: Path, seconds: float, why: str
+    tmp_path: Path, late: bool, why: str
 ) -> None:
     async def says(request: dict[str, Any]) -> Any:
         if host.starts == 1:
             host.die()
             return EngineUnavailable("it died")
-        if host.starts == 2 and len(engine.requests) == 2 and not seconds:
+        if host.starts == 2 and len(engine.requests) == 2 and not late:
             await asyncio.sleep(30)
         return TARGET
 
     engine = ScriptedEngine(says)
     host = Slow(engine)
-    host.seconds = seconds
+    host.back = not late
     with platform(tmp_path, host) as where:
-        (run,) = await carried_out(where, Agent("a", model="m", timeout=3), "go")
+        agent = Agent("a", model="m", timeout=3)
+        trying = asyncio.create_task(carried_out(where, agent, "go"))
+        await until(lambda: stored(tmp_path, loop="loop") or trying.done())
+        host.back = True
+        (run,) = await trying
     assert run.reward == 1.0
     failed = [each for each in stored(tmp_path, loop="loop") if each.reward is None]
     assert failed
@@ -142,6 +147,7 @@ async def test_a_sub_agent_that_is_held_back_is_not_at_fault(tmp_path: Path) -> 
             child = Agent("child", model=version.id, timeout=2)
             held = await child.through(passing).run("go")
             gate._only = None
+            child = child.override(timeout=None)
             assert (await child.through(passing).run("go")).output == TARGET
     assert held.error is not None and held.error.infrastructure
     assert (held.stop_reason, held.error.type) == ("timeout", "HeldBack")

@@ -115,7 +115,7 @@ async def adapter(site: Site) -> None:
 
 async def rate(site: Site) -> None:
     """A job is paused and resumed, and its learning rate begins anew."""
-    hyper = Hyperparameters(steps=400, learning_rate=1e-3, warmup_steps=200)
+    hyper = Hyperparameters(steps=4000, learning_rate=1e-3, warmup_steps=200)  # never done
     job = await site.platform.submit_job(
         dataset=site.dataset, parent=site.warm.id, hyperparameters=hyper
     )

@@ -52,6 +52,10 @@ class Root:
         rows = json.loads(self.command("doctor", "--json").stdout)
         return {row["check"]: row["found"] for row in rows}
 
+    def waiting(self) -> list[int]:
+        """The standbys that the controller knows of."""
+        return [one["pid"] for one in self.status().get("controller", {}).get("standbys", ())]
+
     def standbys(self) -> list[int]:
         notes = (self.home / "controller/standbys").glob("standby_*.json")
         return [json.loads(note.read_text())["pid"] for note in notes]
@@ -87,7 +91,7 @@ def test_a_standby_follows_who_is_killed_and_who_hands_over_and_ends_with_down(r
     assert "no standby waits" in root.command("down", "--hand-over").stderr
     root.up("--standby", "--port", port)
     second = wait_until(lambda: next(iter(root.standbys()), None))
-    wait_until(lambda: [one["pid"] for one in root.status()["controller"]["standbys"]] == [second])
+    wait_until(lambda: root.waiting() == [second])
     assert (first["controller"]["term"], first["controller"]["pid"]) == (1, first["pid"])
     assert f"(pid {first['pid']})" in root.why() and f"(pid {second})" in root.why()
     rows = root.doctor()
@@ -113,7 +117,7 @@ def test_a_standby_follows_who_is_killed_and_who_hands_over_and_ends_with_down(r
 
     root.up("--standby", "--port", port)
     third = wait_until(lambda: next((pid for pid in root.standbys() if pid != second), None))
-    wait_until(lambda: root.status()["controller"]["standbys"])
+    wait_until(root.waiting)
     assert root.command("down", "--hand-over").returncode == 0
     now = wait_until(root.status)
     assert (now["pid"], now["controller"]["term"]) == (third, 3) and not alive(second)
@@ -121,7 +125,7 @@ def test_a_standby_follows_who_is_killed_and_who_hands_over_and_ends_with_down(r
     assert "m@1 is promoted" in added.stderr  # it answers with the same registry
 
     with controller(root.home, os.uname().nodename, 12) as fourth:
-        wait_until(lambda: root.status()["controller"]["standbys"])
+        wait_until(root.waiting)
         assert root.command("down").returncode == 0
         assert fourth.wait() == 0
     assert not alive(third) and not (root.home / "platform.json").exists()

@@ -178,7 +178,7 @@ async def test_a_loop_of_ones_own_by_turns_with_the_replica(tmp_path: Path) -> N
         for each in sessions(home):
             each.ask_to_end()
     phases = {"drain", "sleep", "train", "onload", "offload", "wake", "prove"}
-    assert spent.keys() == {"turns", *phases} and spent["train"] > spent["offload"] > 0
+    assert spent.keys() == {"turns", *phases} and min(spent["train"], spent["offload"]) > 0
 
 
 async def test_two_sessions_take_turns_on_one_set_of_ranks(site: Platform) -> None:

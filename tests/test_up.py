@@ -150,7 +150,8 @@ def test_no_file_of_the_folder_where_it_was_started_is_run(site: Site) -> None:
 
 def test_nobody_else_may_read_what_platform_worker_and_commands_wrote(site: Site) -> None:
     for path in (site.home, *site.home.rglob("*")):
-        assert not path.lstat().st_mode & 0o077 or path.is_symlink(), path
+        with suppress(FileNotFoundError):  # a draft that was renamed meanwhile
+            assert not path.lstat().st_mode & 0o077 or path.is_symlink(), path
 
 
 def test_a_platform_that_dies_under_its_command_is_told_as_that(site: Site, tmp_path: Path) -> None:

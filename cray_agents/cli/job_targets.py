@@ -128,7 +128,7 @@ def _train_on_platform(
             f" `cray-agents jobs pause {status.id}` halts it"
         )
         raise
-    time.sleep(POLL)  # a job records its end before its last events and log lines
+    time.sleep(POLL)  # a job records its end before its last log line
     following.print_new(last=True)
     return status
 
@@ -301,7 +301,7 @@ def stream_job(
     new_events, new_lines = NewEvents(journal.events_file), Tail(log)
     first, ended = True, not follow
     while True:
-        # a job records its end before its last events and log lines: read once more after it
+        # a job records its end before its last log line: read once more after it
         over, ended = ended, has_ended(journal)
         fresh = new_events.read() if events else []
         lines = [text.decode(errors="replace") for text in new_lines.read(last=over)]

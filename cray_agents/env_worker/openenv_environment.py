@@ -50,7 +50,8 @@ class OpenEnvAdapter:
     def run(self, rollout: Rollout) -> RolloutOutcome:
         """Carry out a run."""
         kind: Any = MCPToolClient if self._calls_tools else GenericEnvClient
-        client = kind(base_url=self._url, message_timeout_s=rollout.seconds).sync()
+        # later than the worker, which ends a run that takes too long
+        client = kind(base_url=self._url, message_timeout_s=rollout.seconds + 60).sync()
         with client:
             begun = client.reset(**rollout.metadata)
             *before, last = rollout.messages

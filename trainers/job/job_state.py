@@ -369,6 +369,7 @@ def record_success(journal: JobJournal, spec: JobSpec) -> None:
     except Corrupt as problem:  # a damaged line must not hide that the job is done
         print(problem, flush=True)
         disagreement = {}
+    journal.event("succeeded", checkpoint=spec.id)  # before the status: who sees that reads all
     journal.write_status(
         JobStatus(
             id=spec.id,
@@ -386,7 +387,6 @@ def record_success(journal: JobJournal, spec: JobSpec) -> None:
             **disagreement,
         )
     )
-    journal.event("succeeded", checkpoint=spec.id)
     keep_newest(journal.folder / "megatron", 1)  # a later job's `optimizer_from` needs no other
     print(f"finished: checkpoint {spec.id}", flush=True)
 
@@ -397,6 +397,7 @@ def record_failure(journal: JobJournal, reason: str) -> int:
     if not journal.exists:
         return 1
     steps = journal.spec().hyperparameters.steps
+    journal.event("failed", message=reason)
     journal.write_status(
         JobStatus(
             id=journal.job_id,
@@ -407,7 +408,6 @@ def record_failure(journal: JobJournal, reason: str) -> int:
             error=reason,
         )
     )
-    journal.event("failed", message=reason)
     return 1
 
 
