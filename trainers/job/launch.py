@@ -357,7 +357,8 @@ def _forward_signals(ranks: list[RankProcess]) -> list[int]:
         received.append(number)
         for process in ranks:
             if process.code is None:
-                os.kill(process.pid, signal.SIGTERM)
+                with suppress(ProcessLookupError):  # its code is being taken just now
+                    os.kill(process.pid, signal.SIGTERM)
 
     for number in _STOP_SIGNALS:
         signal.signal(number, forward)
