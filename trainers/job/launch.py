@@ -240,13 +240,12 @@ def await_rendezvous(
 
 def loading_seconds(*folders: Path | None) -> float:
     """Return the seconds that ranks may wait for each other while files in folders are loaded."""
-    files = [file for folder in folders if folder is not None for file in folder.rglob("*")]
     sizes = 0
-    for file in files:
-        try:
-            sizes += file.stat().st_size
-        except FileNotFoundError:  # another process tidies up meanwhile
-            continue
+    for folder in folders:  # another process may tidy up meanwhile, which only `walk` bears
+        for root, _, names in os.walk(folder) if folder is not None else ():
+            for name in names:
+                with suppress(FileNotFoundError):
+                    sizes += Path(root, name).stat().st_size
     return MEETING_SECONDS + sizes / SLOWEST
 
 
