@@ -312,6 +312,20 @@ def hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Pat
     return after
 
 
+@pytest.fixture
+def kill_at(lab: Lab, hold: Callable[[int], Path]) -> Callable[..., tuple[RunningJob, int]]:
+    """Returns a function: start a job, and end it by a signal after a step; its code, too."""
+
+    def kill(spec: JobSpec, step: int, how: int = signal.SIGKILL) -> tuple[RunningJob, int]:
+        gate, job = hold(step), lab.start(spec)
+        job.wait_for_step(step)
+        code = job.kill(how)
+        gate.unlink()
+        return job, code
+
+    return kill
+
+
 @pytest.fixture(scope="session")
 def shared_lab(models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Lab:
     """A home with a dataset, for trainings that several tests look at; do not change its files."""

@@ -291,7 +291,7 @@ def test_a_long_look_back_can_be_stopped(lab: Any, monkeypatch: pytest.MonkeyPat
     assert job.journal.resume_points == []
 
 
-def test_a_restarted_job_reads_what_it_knew(lab: Any, another: Path, hold: Any) -> None:
+def test_a_restarted_job_reads_what_it_knew(lab: Any, another: Path, kill_at: Any) -> None:
     spec = dpo_against(
         lab,
         another,
@@ -302,11 +302,7 @@ def test_a_restarted_job_reads_what_it_knew(lab: Any, another: Path, hold: Any) 
     shutil.rmtree(lab.home.root / "jobs")
     shutil.rmtree(lab.home.root / "checkpoints")
 
-    gate = hold(1)
-    job = lab.start(spec)
-    job.wait_for_step(1)
-    job.kill()
-    gate.unlink()
+    job, _ = kill_at(spec, 1)
     assert job.journal.resume_points == []
     (file,) = (job.journal.folder / "baselines").iterdir()
     sound, node = file.read_bytes(), file.stat().st_ino

@@ -218,7 +218,7 @@ def test_a_matrix_that_does_not_come_back_is_refused(lab: Any, tmp_path: Path) -
 
 
 def test_a_stopped_job_goes_on_to_the_bit(
-    lab: Any, parent: Callable[[str], Path], hold: Any
+    lab: Any, parent: Callable[[str], Path], kill_at: Any
 ) -> None:
     lab.dataset(method="grpo")
     changes: dict[str, Any] = {
@@ -233,11 +233,7 @@ def test_a_stopped_job_goes_on_to_the_bit(
     assert "Megatron-Bridge" in started["layers"]
     assert "no Megatron layers for gpt_oss" in started["layers"]
     stopped = lab.spec(parent("gpt_oss"), hyper=hyper, code="stopped", **changes)
-    gate = hold(2)
-    job = lab.start(stopped)
-    job.wait_for_step(2)
-    job.kill(signal.SIGTERM)
-    gate.unlink()
+    kill_at(stopped, 2, signal.SIGTERM)
     assert lab.home.checkpoint(stopped.id).exists() is False
     job = lab.run(stopped)
     assert job.losses[-1] == whole.losses[-1]
