@@ -15,7 +15,7 @@ from cray_agents.paths import Home
 from cray_agents.runtime.registry.checkpoints import read_manifest
 from cray_agents.trainers.job.job_state import read_status
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.training_commands import ForwardBackward, OptimStep, Publish
+from cray_agents.training_commands import ForwardBackward, OptimStep, Publish, TrainingCommand
 from cray_agents.training_jobs import JobSpec, Layout
 from tests.support.trainers.command_client import RATE, Client, data_of, differ, weights_of
 from tests.support.trainers.running_session import RunningSession
@@ -254,8 +254,9 @@ def test_a_client_goes_on_from_memory_after_a_turn(lab: Any) -> None:
     session = RunningSession(lab.home, LAYOUT, turns=True)
     client = Client(lab, session)
     for step in range(3):
-        passes = ForwardBackward(data=data_of(step), loss=LOSSES[0])
-        for command in (passes, OptimStep(learning_rate=RATE)) if step < 2 else (Publish(),):
+        commands: list[TrainingCommand] = [ForwardBackward(data=data_of(step))]
+        commands.append(OptimStep(learning_rate=RATE))
+        for command in commands if step < 2 else [Publish()]:
             last = client.send(command)  # before the turn, which ends when no command comes
         session.journal.hand_over(client.job.job_id)
         session.journal.give_turn()

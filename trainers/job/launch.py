@@ -241,8 +241,8 @@ def await_rendezvous(
 def loading_seconds(*folders: Path | None) -> float:
     """Return the seconds that ranks may wait for each other while files in folders are loaded."""
     sizes = 0
-    for folder in folders:  # another process may tidy up meanwhile, which only `walk` bears
-        for root, _, names in os.walk(folder) if folder is not None else ():
+    for folder in filter(None, folders):
+        for root, _, names in os.walk(folder):  # unlike `rglob` it bears what vanishes meanwhile
             for name in names:
                 with suppress(FileNotFoundError):
                     sizes += Path(root, name).stat().st_size
