@@ -288,6 +288,44 @@ def lab(home: Home, models: Callable[[str], Path]) -> Lab:
     return Lab(home, models)
 
 
+@pytest.fixture
+def hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Path]:
+    """Returns a function: jobs that start from here on wait after this step.
+
+    They go on when the file that it returns is gone, or when they are asked to stop.
+    """
+
+    def after(last: int) -> Path:
+        from cray_agents.trainers.job import rank
+
+        gate, step = tmp_path / f"held-{last}", rank.step
+
+        def held(training: Any, *rest: Any) -> bool:
+            while training.done == last and gate.exists() and not training.asked_to_stop():
+                time.sleep(0.002)
+            return step(training, *rest)
+
+        gate.touch()
+        monkeypatch.setattr(rank, "step", held)
+        return gate
+
+    return after
+
+
+@pytest.fixture
+def kill_at(lab: Lab, hold: Callable[[int], Path]) -> Callable[..., tuple[RunningJob, int]]:
+    """Returns a function: start a job, and end it by a signal after a step; its code, too."""
+
+    def kill(spec: JobSpec, step: int, how: int = signal.SIGKILL) -> tuple[RunningJob, int]:
+        gate, job = hold(step), lab.start(spec)
+        job.wait_for_step(step)
+        code = job.kill(how)
+        gate.unlink()
+        return job, code
+
+    return kill
+
+
 @pytest.fixture(scope="session")
 def shared_lab(models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Lab:
     """A home with a dataset, for trainings that several tests look at; do not change its files."""

@@ -185,18 +185,20 @@ def test_losses_are_those_of_a_plain_loop_of_transformers(
 
 @pytest.mark.megatron
 def test_a_copy_damaged_under_a_job_costs_an_attempt_and_nothing_else(
-    lab: Any, tokenizer: Path, models: Any, tmp_path: Path, cache: Path
+    lab: Any, tokenizer: Path, models: Any, tmp_path: Path, cache: Path, hold: Any
 ) -> None:
     folder = documents(lab.home, tokenizer)
     parent = tmp_path / "model"
     shutil.copytree(models("qwen3"), parent)
     shutil.copy(tokenizer / "tokenizer.json", parent)
     spec = lab.spec(parent, dataset=folder.name, hyper={"steps": 60, "batch_size": 4})
+    gate = hold(1)
     job = lab.start(spec)
     job.wait_for_step(1)
     (copy,) = copies(cache)
     with copy.open("r+b") as file:  # the same file, which the rank has open
         file.write(b"\xff" * copy.stat().st_size)
+    gate.unlink()
     assert job.wait() == 1 and "tokens is damaged" in job.log
     assert job.journal.status() is None, "not failed: its trainer starts it again"
     again = lab.run(spec)

@@ -1,11 +1,9 @@
 """Ranks and nodes that fail: all end at once, the cause is named, and the job goes on."""
 
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,8 @@ from cray_agents.runtime.scheduler.site_environment import missing_programs
 from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.server.cluster_view import ClusterView
 from cray_agents.trainers import progress
-from cray_agents.trainers.checkpointing.hf_export import parent_sha256
+from cray_agents.trainers.checkpointing import save
+from cray_agents.trainers.job import launch
 from cray_agents.trainers.job.failures.failure import judge
 from cray_agents.trainers.job.failures.rank_monitor import read_end
 from cray_agents.trainers.job.journal import JobJournal
@@ -48,10 +47,6 @@ def until(what: Callable[[], Any], told: Callable[[], str]) -> Any:
 def ranks_of(job: Any) -> list[int]:
     """The process ids of a job's ranks, in order."""
     return children_of(job.pid)
-
-
-def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] == "T"
 
 
 def points_of(job: Any, pattern: str) -> list[Path]:
@@ -91,18 +86,20 @@ def test_a_rank_that_hangs_is_named_and_not_those_that_wait_for_it(lab: Any) -> 
     assert "==== rank 1 it is stopped" in report.read_text()
 
 
-def test_a_job_that_was_stopped_as_a_whole_goes_on(lab: Any, undisturbed: Any) -> None:
+def test_a_job_that_was_stopped_as_a_whole_goes_on(lab: Any, undisturbed: Any, hold: Any) -> None:
     """Suspended by a scheduler, say: the launcher's own sleep is no rank's silence."""
     lab.dataset()
+    gate = hold(2)
     job = lab.start(undisturbed[1].journal.spec(), RANK_SILENCE_SECONDS=SILENCE)
     job.wait_for_step(2)
-    pids = [*ranks_of(job), job.pid]
+    pids = [job.pid, *ranks_of(job)]  # the launcher sees none of them stopped before it is
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     began = time.monotonic()
     until(lambda: time.monotonic() > began + int(SILENCE) + 1, lambda: "")
     for pid in reversed(pids):
         os.kill(pid, signal.SIGCONT)
+    gate.unlink()
     assert job.wait() == 0, job.log
     assert job.losses == undisturbed[1].losses
 
@@ -178,78 +175,56 @@ def test_smaller_micro_batches_change_a_jobs_numbers_by_rounding_alone(
 
 
 # ---- resume points in flight
-def big_spec(lab: Any) -> JobSpec:
-    """A job whose points take a while to write: 3.9M parameters, most of them of its vocabulary."""
-    from transformers import Qwen3Config
-
-    folder = lab.home.root / "big"
-    Qwen3Config(
-        vocab_size=60_000,
-        hidden_size=64,
-        num_hidden_layers=1,
-        intermediate_size=96,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-    ).save_pretrained(folder)
-    for name in ("tokenizer.json", "chat_template.jinja"):
-        shutil.copy(lab.models("qwen3") / name, folder)
-    lab.dataset()
-    spec: JobSpec = lab.spec(
-        folder,
-        parent_sha256=parent_sha256(folder, "random"),
-        hyper={"init": "random", "steps": 8, "batch_size": 2},
-        save_every=1,
-    )
-    return spec
-
-
-def frozen_in_mid_write(job: Any) -> int:
-    """Stop the only rank while it writes a point; returns its process id."""
-    while True:
-        until(lambda: points_of(job, ".step-*"), lambda: job.log)
-        (rank,) = ranks_of(job)
-        os.kill(rank, signal.SIGSTOP)
-        until(partial(is_stopped, rank), lambda: job.log)
-        if points_of(job, ".step-*"):
-            return rank
-        os.kill(rank, signal.SIGCONT)  # it was published meanwhile: the next one
-
-
-def test_points_in_flight_at_a_signal_and_at_a_kill(lab: Any) -> None:
+def test_points_in_flight_at_a_signal_and_at_a_kill(
+    lab: Any, undisturbed: Any, hold: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Asked to stop, the job writes what is due; killed, it loses the point that it was writing."""
-    spec = big_spec(lab)
-    whole = lab.run(spec).losses
-    shutil.rmtree(lab.home.root / "jobs")
-    shutil.rmtree(lab.home.root / "checkpoints")
+    whole, write = undisturbed[1].losses, save._write_hashed
 
-    job = lab.start(spec)
-    until(lambda: points_of(job, ".step-*"), lambda: job.log)
-    assert job.kill(signal.SIGTERM) == 75
+    def write_late(path: Path, blocks: Any) -> str:
+        while (tmp_path / path.parent.name).exists():
+            time.sleep(0.002)
+        return write(path, blocks)
+
+    def writing(step: int, attempt: int) -> tuple[Any, list[Path]]:
+        """The job, held while it writes the point of a step; what is to be removed to let it go."""
+        draft = tmp_path / f".step-{step:08d}.{attempt}"
+        draft.touch()
+        gates, job = [hold(step), draft], lab.start(spec)
+        until(lambda: job.journal.step == step and points_of(job, draft.name), lambda: job.log)
+        return job, gates
+
+    monkeypatch.setattr(save, "_write_hashed", write_late)
+    lab.dataset()
+    spec = lab.spec("qwen3", save_every=1)
+    job, (_, draft) = writing(2, 1)
+    os.kill(job.pid, signal.SIGTERM)
+    draft.unlink()
+    assert job.wait() == 75
     step = job.journal.step
     assert points_of(job, "step-*")[-1].name == f"step-{step:08d}"
     assert not points_of(job, ".step-*")
     assert job.losses == whole[:step]
 
-    again = lab.start(spec)
-    os.kill(frozen_in_mid_write(again), signal.SIGKILL)
+    again, (gate, _) = writing(6, 2)
+    (rank,) = ranks_of(again)
+    os.kill(rank, signal.SIGKILL)
     assert again.wait() == 1
-    (draft,) = points_of(again, ".step-*")
-    assert not (draft / "SEALED.json").exists()
-    kept = points_of(again, "step-*")[-1].name
+    gate.unlink()
+    (half,) = points_of(again, ".step-*")
+    assert not (half / "SEALED.json").exists()
 
     last = lab.run(spec)
     starts = [e["from_step"] for e in last.journal.events() if e["event"] == "started"]
-    assert starts == [0, step, int(kept[5:])]
+    assert starts == [0, step, 5] and 2 <= step < 5
     assert last.losses == whole
     assert not points_of(last, ".step-*")
 
 
-def test_an_older_attempt_publishes_nothing(lab: Any) -> None:
+def test_an_older_attempt_publishes_nothing(lab: Any, hold: Any) -> None:
     lab.dataset()
     spec = lab.spec("qwen3", hyper={"steps": 60}, save_every=1000)
+    hold(1)
     job = lab.start(spec)
     job.wait_for_step(1)
     assert job.journal.claim_attempt() == 2
@@ -282,6 +257,13 @@ def test_two_nodes_share_a_job(lab: Any, undisturbed: Any, tmp_path: Path) -> No
     assert nodes[0].journal.status().state == "succeeded"
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a launcher wait long for the other one's report, which the machine may hold up."""
+    monkeypatch.setattr(launch, "PATIENCE", 120.0)
+
+
+@pytest.mark.usefixtures("patient")
 def test_both_nodes_name_the_rank_that_died_first(lab: Any, tmp_path: Path) -> None:
     lab.dataset()
     spec = lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 2000})
@@ -296,6 +278,7 @@ def test_both_nodes_name_the_rank_that_died_first(lab: Any, tmp_path: Path) -> N
 
 
 @needs_slurm
+@pytest.mark.usefixtures("patient")
 def test_a_hang_on_one_node_is_named_by_both(lab: Any, tmp_path: Path) -> None:
     """The ranks of the other node only wait: their node asks whether the first one's move."""
     lab.dataset()
@@ -323,7 +306,7 @@ def test_a_hang_on_one_node_is_named_by_both(lab: Any, tmp_path: Path) -> None:
 @needs_slurm
 def test_a_job_on_two_nodes_survives_a_killed_rank(lab: Any, tmp_path: Path) -> None:
     lab.dataset()
-    spec = lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 60}, save_every=5)
+    spec = lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 400}, save_every=10)
     cluster = PrivateCluster(tmp_path / "slurm", nodes=2, cpus=2)
     cluster.start()
     with Slurm(tmp_path / "slurm", cluster) as scheduler:
@@ -337,18 +320,18 @@ def test_a_job_on_two_nodes_survives_a_killed_rank(lab: Any, tmp_path: Path) -> 
         os.kill(rank_on_node(cluster, 1, journal.folder), signal.SIGKILL)
         until(lambda: trainer.status(spec.id).state not in ("queued", "running"), journal.log_tail)
     status = trainer.status(spec.id)
-    assert (status.state, status.step, status.attempts) == ("succeeded", 60, 2), journal.log_tail()
+    assert (status.state, status.step, status.attempts) == ("succeeded", 400, 2), journal.log_tail()
     starts = [e["from_step"] for e in journal.events() if e["event"] == "started"]
     assert starts[0] == 0 and starts[1] >= 10
     assert "rank 1 on node 1 of 2" in journal.log.read_text()
-    assert [e["step"] for e in journal.events() if e["event"] == "step"] == list(range(1, 61))
+    assert [e["step"] for e in journal.events() if e["event"] == "step"] == list(range(1, 401))
 
 
 @pytest.mark.slurm
 @needs_slurm
 def test_a_job_gives_its_nodes_to_a_replica_and_loses_no_step(lab: Any, tmp_path: Path) -> None:
     lab.dataset()
-    spec = lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 60}, save_every=50)
+    spec = lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 400}, save_every=1000)
     cluster, resources = PrivateCluster(tmp_path / "slurm", nodes=2, cpus=1), Resources(nodes=2)
     cluster.start()
     home = Home(lab.home.root)
@@ -366,10 +349,10 @@ def test_a_job_gives_its_nodes_to_a_replica_and_loses_no_step(lab: Any, tmp_path
         until(lambda: trainer.status(spec.id).state not in ("queued", "running"), journal.log_tail)
         view.close()
     status = trainer.status(spec.id)
-    assert (status.state, status.step, status.attempts) == ("succeeded", 60, 2), journal.log_tail()
+    assert (status.state, status.step, status.attempts) == ("succeeded", 400, 2), journal.log_tail()
     first, second = (e["from_step"] for e in journal.events() if e["event"] == "started")
     steps = [e["step"] for e in journal.events() if e["event"] == "step"]
-    assert first == 0 and 3 <= second < 50 and steps == list(range(1, 61))
+    assert first == 0 and 3 <= second < 400 and steps == list(range(1, 401))
     (verdict,) = (e for e in journal.events() if e["event"] == "verdict")
     assert verdict["cause"] == "preempted" and "serving is 1 nodes short" in verdict["message"]
 

@@ -3,7 +3,9 @@
 import json
 import os
 import time
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from cray_agents.runtime.scheduler.excluded_nodes import excluded_nodes
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.site_environment import missing_programs
 from cray_agents.runtime.scheduler.slurm import Slurm
+from cray_agents.trainers.job.failures import health_gate
 from cray_agents.trainers.job.failures.health_gate import (
     check_node,
     check_root,
@@ -32,8 +35,10 @@ def test_a_root_that_cannot_be_written_is_told_with_the_node(
     check_root(tmp_path)
     assert not list(tmp_path.iterdir())
     (tmp_path / "file").touch()
+    clock = SimpleNamespace(monotonic=count(0, 60).__next__)  # its time is over at once
+    monkeypatch.setattr(health_gate, "time", clock)
     with pytest.raises(SetupError, match=r"^health gate: node n3: .* cannot be written"):
-        check_root(tmp_path / "file" / "root", 0.3)
+        check_root(tmp_path / "file" / "root")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +101,7 @@ def test_a_job_on_a_node_that_fails_its_gate_starts_on_another(lab: Any, tmp_pat
     with WithGpus(tmp_path / "slurm", cluster) as scheduler:
         trainer = MegatronTrainer(lab.home, scheduler, Resources())
         trainer.submit(spec)
-        journal, deadline = JobJournal(lab.home, spec.id), time.monotonic() + 120
+        journal, deadline = JobJournal(lab.home, spec.id), time.monotonic() + 400
         while (status := trainer.status(spec.id)).state in ("queued", "running"):
             assert time.monotonic() < deadline, journal.log_tail()
             time.sleep(0.2)

@@ -72,13 +72,11 @@ def test_a_finished_job_trains_nothing_more(undisturbed: Any) -> None:
 
 @pytest.mark.parametrize(("seed", "how"), [(1, signal.SIGKILL), (4, signal.SIGUSR1)])
 def test_ended_at_any_step_it_resumes_the_same_curve(
-    lab: Any, undisturbed: Any, seed: int, how: signal.Signals
+    lab: Any, undisturbed: Any, kill_at: Any, seed: int, how: signal.Signals
 ) -> None:
     lab.dataset()
     spec = undisturbed[1].journal.spec()
-    job = lab.start(spec)
-    job.wait_for_step(random.Random(seed).randint(1, 6))
-    ended = job.kill(how)
+    job, ended = kill_at(spec, random.Random(seed).randint(1, 6), how)
     assert job.journal.status() is None
     points = {p.name for p in (job.journal.folder / "megatron").glob("step-*")}
     if how != signal.SIGKILL:
@@ -107,14 +105,13 @@ def started_at(job: Any) -> int:
 
 
 def test_a_corrupt_resume_point_is_named_and_the_one_before_used(
-    lab: Any, undisturbed: Any
+    lab: Any, undisturbed: Any, kill_at: Any
 ) -> None:
     """Each of two ranks proves a part of it, and both go back to the one before."""
     lab.dataset()
     spec = undisturbed[1].journal.spec().model_copy(update={"layout": Layout(data=2)})
-    job = lab.start(spec)
-    job.wait_for_step(4)
-    assert job.kill(signal.SIGTERM) == 75
+    job, ended = kill_at(spec, 4, signal.SIGTERM)
+    assert ended == 75
     points = sorted((job.journal.folder / "megatron").glob("step-*"))
     assert len(points) == 2
     data = points[-1] / "rank-00001.bin"
@@ -173,12 +170,10 @@ def test_other_bad_inputs_say_what_to_do(lab: Any, tmp_path: Path) -> None:
     assert "lacks the tensor 'model.norm.weight'" in lab.fail(lab.spec(folder))
 
 
-def test_bfloat16_trains_and_resumes_exactly(lab: Any) -> None:
+def test_bfloat16_trains_and_resumes_exactly(lab: Any, kill_at: Any) -> None:
     lab.dataset()
     spec = lab.spec("qwen3-tied", hyper={"dtype": "bfloat16"}, layout={"data": 2})
-    job = lab.start(spec)
-    job.wait_for_step(4)
-    job.kill(signal.SIGKILL)
+    kill_at(spec, 4)
     resumed = lab.run(spec)
     assert resumed.journal.attempts == 2
     assert len(resumed.losses) == 8

@@ -77,7 +77,7 @@ class Tiny(LocalProcesses):
 def ended(trainer: MegatronTrainer, spec: JobSpec) -> JobStatus:
     """How it ends, once its process has ended, too."""
     trainer.submit(spec)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         status = trainer.status(spec.id)
         runs = trainer.scheduler.status(spec.id).state == "running"

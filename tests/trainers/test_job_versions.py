@@ -78,14 +78,16 @@ def test_versions_are_whole_and_change_nothing_of_the_job(
     assert not list(lab.home.root.glob("checkpoints/.*"))
 
 
-def test_a_killed_job_publishes_each_version_once(lab: Any) -> None:
+def test_a_killed_job_publishes_each_version_once(lab: Any, hold: Any) -> None:
     """Also one that was whole at the kill, with nobody left to tell of it."""
     lab.dataset()
     every = PublishEvery(name="m", steps=5)
     spec = lab.spec("qwen3", hyper={"steps": 40}, save_every=7, publish_every=every)
+    gate = hold(20)
     job = lab.start(spec)
     until(lambda: len(steps_of(lab, job)) >= 2, lambda: job.log)
     job.kill()
+    gate.unlink()
     file = job.journal.events_file
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(line for line in lines if b'"event":"version"' not in line))
@@ -96,11 +98,12 @@ def test_a_killed_job_publishes_each_version_once(lab: Any) -> None:
     assert not list(lab.home.root.glob("checkpoints/.*.2"))  # what the kill left half-written has 1
 
 
-def test_what_cannot_be_written_costs_a_version_and_nothing_else(lab: Any) -> None:
+def test_what_cannot_be_written_costs_a_version_and_nothing_else(lab: Any, hold: Any) -> None:
     lab.dataset()
     every = PublishEvery(name="m", steps=60)
     hyper = {"steps": 400}
     spec = lab.spec("qwen3", hyper=hyper, save_every=1000, publish_every=every)
+    first, second = hold(1), hold(150)
     job = lab.start(spec)
     job.wait_for_step(1)
     (rank,) = ranks_of(job)
@@ -114,9 +117,11 @@ def test_what_cannot_be_written_costs_a_version_and_nothing_else(lab: Any) -> No
     taken = lab.home.checkpoint(f".{spec.id}-120.1")
     taken.parent.mkdir()
     taken.touch()  # where the draft of the second version has to be
+    first.unlink()
 
     (told, *_) = until(warnings, lambda: job.log)
     resource.prlimit(rank, resource.RLIMIT_FSIZE, unlimited)
+    second.unlink()
     assert job.wait() == 0, job.log
     assert "the version of step 60 could not be written: " in told
     assert "File too large" in told and "; make room in " in told

@@ -212,7 +212,7 @@ def test_a_rejected_candidate_costs_the_promoted_one_nothing(lab: Any, parent: P
     ],
 )
 def test_masters_go_on_in_another_layout(
-    lab: Any, tmp_path: Path, kind: str, layouts: list[dict[str, Any]]
+    lab: Any, tmp_path: Path, kill_at: Any, kind: str, layouts: list[dict[str, Any]]
 ) -> None:
     """By jobs of their own processes: nothing but the order of additions tells them from one.
 
@@ -227,9 +227,7 @@ def test_masters_go_on_in_another_layout(
     for layout in layouts:
         spec = short.spec(layout=layout, save_every=1)
         if len(short.jobs) == 1:
-            job = lab.start(spec)
-            job.wait_for_step(2)
-            job.kill()
+            kill_at(spec, 2)
         short.note(lab.run(spec).journal)
     long.note(lab.run(long.spec(STEPS * len(layouts))).journal)
     assert not any(status.warnings for status in short.statuses)

@@ -15,9 +15,9 @@ from cray_agents.paths import Home
 from cray_agents.runtime.registry.checkpoints import read_manifest
 from cray_agents.trainers.job.job_state import read_status
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.training_commands import ForwardBackward, OptimStep
+from cray_agents.training_commands import ForwardBackward, OptimStep, Publish, TrainingCommand
 from cray_agents.training_jobs import JobSpec, Layout
-from tests.support.trainers.command_client import RATE, Client, data_of, differ
+from tests.support.trainers.command_client import RATE, Client, data_of, differ, weights_of
 from tests.support.trainers.running_session import RunningSession
 
 pytestmark = pytest.mark.megatron
@@ -253,17 +253,19 @@ def test_a_client_goes_on_from_memory_after_a_turn(lab: Any) -> None:
     """Between its turns on a GPU the only training of a session needs no files, parked or not."""
     session = RunningSession(lab.home, LAYOUT, turns=True)
     client = Client(lab, session)
-    for step in range(2):
+    for step in range(3):
+        commands: list[TrainingCommand] = [ForwardBackward(data=data_of(step))]
+        commands.append(OptimStep(learning_rate=RATE))
+        for command in commands if step < 2 else [Publish()]:
+            last = client.send(command)  # before the turn, which ends when no command comes
         session.journal.hand_over(client.job.job_id)
         session.journal.give_turn()
-        trained(client, 0, step)
-        while session.journal.has_turn:  # it leaves the GPU when no command comes
+        while session.journal.has_turn:
             session.check()
             time.sleep(0.01)
-    session.journal.hand_over(client.job.job_id)
-    session.journal.give_turn()
-    weights = client.weights()
-    assert session.end() == 0, session.log
+    result = client.commands.result(last)
+    assert result is not None and session.end() == 0, session.log
+    weights = weights_of(lab.home, result.checkpoint)
     assert sources(client.job) == ["files", "memory", "memory"]
     assert differ(weights, alone(lab, [{}])[0]) == 0.0
 

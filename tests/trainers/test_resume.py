@@ -56,8 +56,8 @@ def sail(spec: JobSpec, course: Course, rank: int, store: Any, stop: Any) -> int
     released = threading.Event()
 
     def may_publish() -> bool:
-        writers.append(threading.get_ident())
-        if course.slow_root and writers[-1] != writers[0]:
+        writers.append(writer := threading.get_ident())
+        if course.slow_root and writer != writers[0]:
             released.wait()
         return course.may_publish
 
@@ -92,8 +92,9 @@ def sail(spec: JobSpec, course: Course, rank: int, store: Any, stop: Any) -> int
             assert lasted[-1] <= written
         saver.poll()
     if course.slow_root:
-        assert saver._staging is not None
-        saver._staging.result()
+        if saver._staging is not None:  # `poll` did not hear its end
+            saver._staging.result()
+        torch.distributed.barrier()  # no rank tidies up its own disk any more
         if course.loses and rank == 1:
             shutil.rmtree(os.environ[SCRATCH])
         torch.distributed.barrier()

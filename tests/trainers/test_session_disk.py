@@ -103,13 +103,19 @@ def fill(home: Home) -> Path:
 
 @pytest.mark.parametrize("in_time", [True, False])
 def test_on_a_disk_without_a_byte_left(
-    lab: Any, undisturbed_job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_time: bool
+    lab: Any,
+    undisturbed_job: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hold: Any,
+    in_time: bool,
 ) -> None:
     """From within a job on: events, logs, points and weights have no room. Then there is some.
 
     `in_time`: while the trained state is in memory still.
     """
     monkeypatch.setattr(rank_module, "ROOM_TRIES", 10**6 if in_time else 2)
+    gate = hold(7)
     with small_disk(tmp_path / "disk", 16 << 20) as pid:
         inside = Home(tmp_path / "disk")
         home = Home(Path(f"/proc/{pid}/root{inside.root}"))
@@ -122,6 +128,7 @@ def test_on_a_disk_without_a_byte_left(
         job = session.start(spec)
         session.until(lambda: job.step >= 7)
         filler = fill(home)
+        gate.unlink()
         if in_time:
             session.until(lambda: "point of step 40 could not be written" in job.log_tail())
             filler.unlink()

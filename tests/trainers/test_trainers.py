@@ -39,17 +39,17 @@ def test_submitted_twice_it_is_trained_once_and_survives_a_kill(
 ) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)  # processes of its own, as users start it
     lab.dataset()
-    spec = lab.spec("qwen3", hyper={"steps": 120}, save_every=20)
+    spec = lab.spec("qwen3", hyper={"steps": 500}, save_every=20)
     with LocalProcesses(lab.home.root / "local") as scheduler:
         trainer = MegatronTrainer(lab.home, scheduler)
         assert trainer.submit(spec).state in ("queued", "running")
         journal = JobJournal(lab.home, spec.id)
         wait_until(lambda: any(event["event"] == "saved" for event in journal.events()))
         middle = trainer.submit(spec)
-        assert (middle.state, middle.attempts, middle.steps) == ("running", 1, 120)
+        assert (middle.state, middle.attempts, middle.steps) == ("running", 1, 500)
         _kill_training(journal)
         status = wait(MegatronTrainer(lab.home, scheduler), spec.id, ended)
-        assert (status.state, status.step, status.attempts) == ("succeeded", 120, 2), status
+        assert (status.state, status.step, status.attempts) == ("succeeded", 500, 2), status
         assert (status.scheduler, status.checkpoint) == ("local", spec.id)
         starts = [e["from_step"] for e in journal.events() if e["event"] == "started"]
         assert starts[0] == 0 and starts[1] >= 20
@@ -142,7 +142,7 @@ def test_a_paused_job_saves_stays_paused_and_goes_on_with_the_same_curve(
     if kind == "slurm":
         monkeypatch.delenv("PYTHONPATH")  # processes of its own, as users start it
     lab.dataset()
-    spec = lab.spec("qwen3", hyper={"steps": 60}, save_every=1000)
+    spec = lab.spec("qwen3", hyper={"steps": 300}, save_every=1000)
     undisturbed = undisturbed_job(spec)
     journal = JobJournal(lab.home, spec.id)
     with open_scheduler(kind, lab.home.slurm) as scheduler:
@@ -151,7 +151,7 @@ def test_a_paused_job_saves_stays_paused_and_goes_on_with_the_same_curve(
         wait(trainer, spec.id, lambda status: status.step >= 1)
         assert trainer.pause(spec.id).state in ("running", "paused")
         paused = wait(trainer, spec.id, lambda status: status.state == "paused")
-        assert 1 <= paused.step < 60
+        assert 1 <= paused.step < 300
         assert scheduler.status(spec.id).state == "failed"  # exit code 75: its processes are gone
         assert [p.name for p in (journal.folder / "megatron").iterdir()] == [
             f"step-{paused.step:08d}"
@@ -166,12 +166,12 @@ def test_a_paused_job_saves_stays_paused_and_goes_on_with_the_same_curve(
         with pytest.raises(BadInput, match="not paused"):
             trainer.resume(spec.id)
         status = wait(trainer, spec.id, ended)
-        assert (status.state, status.step, status.attempts) == ("succeeded", 60, 2), status
+        assert (status.state, status.step, status.attempts) == ("succeeded", 300, 2), status
         with pytest.raises(BadInput, match="nothing left to pause"):
             trainer.pause(spec.id)
     assert starts(journal) == [0, paused.step]
     losses = [e["loss"] for e in journal.events() if e["event"] == "step"]
-    assert losses == undisturbed.losses and len(losses) == 60
+    assert losses == undisturbed.losses and len(losses) == 300
     ours, theirs = (x.home.checkpoint(spec.id) for x in (lab, undisturbed.journal))
     assert weights_sha256(ours) == weights_sha256(theirs)
 

@@ -380,6 +380,7 @@ def publish(
     sha256 = write_together("the checkpoint", lambda: finish(hashes) if main else "")
     if sender is not None and base is None:
         sender.offer(broadcast_from_rank0(sha256))
+        torch.distributed.barrier()  # when the job has ended, all ranks offer its weights
 
 
 def _stage_weights(training: RankTraining, folder: Path) -> Callable[[], dict[str, str]]:

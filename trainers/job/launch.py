@@ -240,13 +240,12 @@ def await_rendezvous(
 
 def loading_seconds(*folders: Path | None) -> float:
     """Return the seconds that ranks may wait for each other while files in folders are loaded."""
-    files = [file for folder in folders if folder is not None for file in folder.rglob("*")]
     sizes = 0
-    for file in files:
-        try:
-            sizes += file.stat().st_size
-        except FileNotFoundError:  # another process tidies up meanwhile
-            continue
+    for folder in filter(None, folders):
+        for root, _, names in os.walk(folder):  # unlike `rglob` it bears what vanishes meanwhile
+            for name in names:
+                with suppress(FileNotFoundError):
+                    sizes += Path(root, name).stat().st_size
     return MEETING_SECONDS + sizes / SLOWEST
 
 
@@ -357,7 +356,8 @@ def _forward_signals(ranks: list[RankProcess]) -> list[int]:
         received.append(number)
         for process in ranks:
             if process.code is None:
-                os.kill(process.pid, signal.SIGTERM)
+                with suppress(ProcessLookupError):  # its code is being taken just now
+                    os.kill(process.pid, signal.SIGTERM)
 
     for number in _STOP_SIGNALS:
         signal.signal(number, forward)

@@ -155,18 +155,19 @@ class Orders:
             CLOCK.tick()
             if self._stop.set or self._session.attempts > self._attempt:
                 return Order(None, code=EX_TEMPFAIL)
+            turn = self._spec.turns and self._session.has_turn  # first: a job comes before its turn
             for job_id in self._session.queue():
                 journal = JobJournal(self._session.home, job_id)
                 if self._nothing_to_do(journal):
                     self._session.withdraw(job_id)
-                elif self._spec.turns and not self._session.has_turn:
+                elif self._spec.turns and not turn:
                     idle_since = time.monotonic()
                     break
                 else:
                     self._session.note_current(job_id)
                     return Order(job_id, journal.claim_attempt())
             else:
-                if self._spec.turns and self._session.has_turn:  # for a job that was taken back
+                if turn:  # for a job that was taken back
                     self._session.end_turn()
             ends = self._session.asked_to_end and not self._session.queue()
             if ends or time.monotonic() - idle_since > self._spec.idle_seconds:

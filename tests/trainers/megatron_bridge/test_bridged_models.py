@@ -217,7 +217,9 @@ def test_a_matrix_that_does_not_come_back_is_refused(lab: Any, tmp_path: Path) -
     assert "ask for backend=transformers" in reason
 
 
-def test_a_stopped_job_goes_on_to_the_bit(lab: Any, parent: Callable[[str], Path]) -> None:
+def test_a_stopped_job_goes_on_to_the_bit(
+    lab: Any, parent: Callable[[str], Path], kill_at: Any
+) -> None:
     lab.dataset(method="grpo")
     changes: dict[str, Any] = {
         "method": "grpo",
@@ -231,9 +233,7 @@ def test_a_stopped_job_goes_on_to_the_bit(lab: Any, parent: Callable[[str], Path
     assert "Megatron-Bridge" in started["layers"]
     assert "no Megatron layers for gpt_oss" in started["layers"]
     stopped = lab.spec(parent("gpt_oss"), hyper=hyper, code="stopped", **changes)
-    job = lab.start(stopped)
-    job.wait_for_step(2)
-    job.kill(signal.SIGTERM)
+    kill_at(stopped, 2, signal.SIGTERM)
     assert lab.home.checkpoint(stopped.id).exists() is False
     job = lab.run(stopped)
     assert job.losses[-1] == whole.losses[-1]

@@ -26,7 +26,7 @@ from cray_agents.runtime.disk import durable
 RECORDER_VARIABLE = "TORCH_FR_BUFFER_SIZE"
 RECORDED = "200"  # collectives that a flight recorder keeps
 _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of CPUs; NCCL's, in torch for CUDA
-DUMP_SECONDS = 3.0  # that a rank may take to write its stacks
+DUMP_SECONDS = 10.0  # that a rank may take to write its stacks
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
 # A rank whose innermost frame is in one of these waits for other ranks.
 _WAITING = (
@@ -97,16 +97,16 @@ def report_hang(
     Args:
         states: by rank; "" for one that runs.
     """
-    sizes = {rank: _size(stacks_file(log)) for rank, log in logs.items()}
+    awaited = [rank for rank, state in states.items() if not state]
+    before = {rank: _size(stacks_file(logs[rank])) for rank in awaited}
     for pid in pids.values():
         os.kill(pid, signal.SIGUSR2)
-    deadline = time.monotonic() + DUMP_SECONDS
-    awaited = [rank for rank, state in states.items() if not state]
-    while time.monotonic() < deadline and any(
-        _size(stacks_file(logs[rank])) == sizes[rank] for rank in awaited
-    ):
-        time.sleep(0.02)
-    time.sleep(0.1)  # a stack is written line by line
+    deadline, sizes = time.monotonic() + DUMP_SECONDS, before
+    while time.monotonic() < deadline:
+        last, sizes = sizes, {rank: _size(stacks_file(logs[rank])) for rank in awaited}
+        if sizes == last and all(sizes[rank] > before[rank] for rank in awaited):
+            break  # a stack is written line by line
+        time.sleep(0.1)
     stacks, texts = [], []
     for rank, log in logs.items():
         text, flight = _read(stacks_file(log)), _read_flight(_read(flight_file(log)))
