@@ -159,7 +159,8 @@ class TrainingSettings(StrictRecord):
 
     With `init` `parent`, training continues from the parent's weights. With `random` it starts with
     seeded weights, and reads only the parent's config.json, in every backend. With `order` `epoch`,
-    each epoch is a seeded permutation of the samples. With `weighted` each step draws samples with
+    each epoch is a seeded permutation of the samples; of grpo those that begin with the same prompt
+    follow each other, so that a step computes it once. With `weighted` each step draws samples with
     probability proportional to their weight. Both orders depend on `seed` and the step alone, so
     that a resumed job sees the same data as an undisturbed one. `weigh_loss` multiplies a sample's
     loss by its weight (sft). The schedule `wsd` is warm-up, stable, decay: constant until the last

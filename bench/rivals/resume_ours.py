@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +39,10 @@ def note_samples(notes: Notes) -> None:
     """Let jobs that are forked from now on note the samples of each step."""
     step_units = PLANNED
 
-    def noting(hyper: Hyperparameters, step: int, weights: npt.NDArray[np.float64]) -> list[int]:
-        numbers = step_units(hyper, step, weights)
+    def noting(
+        hyper: Hyperparameters, step: int, weights: npt.NDArray[np.float64], groups: Any
+    ) -> list[int]:
+        numbers = step_units(hyper, step, weights, groups)
         notes.add(step, numbers)
         return numbers
 

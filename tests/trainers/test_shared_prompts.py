@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cray_agents.trainers.data.packer import LEAST_SHARED, Packed, microbatches
-from cray_agents.trainers.data.samples import Samples
+from cray_agents.trainers.data.packer import Packed, microbatches, step_units
+from cray_agents.trainers.data.samples import LEAST_SHARED, Samples
 from cray_agents.training_jobs import Hyperparameters, Layout
 from tests.support.trainers.forked_ranks import run_forked, training_in_rank
 
@@ -94,6 +95,21 @@ def test_a_group_is_divided_where_ranks_would_have_nothing() -> None:
     shares = [microbatches(samples, units, 1000, rank, 2, share=True)[1] for rank in range(2)]
     sizes = [sum(map(len, members)) for members in shares]
     assert min(sizes) >= 3 and sum(sizes) == 8
+
+
+def test_an_epoch_takes_whole_groups_in_a_random_order() -> None:
+    samples = grouped([(40, 5), (7, 3), (30, 4), (50, 6)]).grouped()
+    assert samples.groups is not None and len(set(samples.groups.tolist())) == 3 + 3
+    hyper = Hyperparameters(steps=9, batch_size=6)
+    weights = np.ones(len(samples))
+    seen = [i for step in range(9) for i in step_units(hyper, step, weights, samples.groups)]
+    epochs = [seen[:18], seen[18:36], seen[36:]]
+    assert all(sorted(epoch) == [*range(18)] for epoch in epochs)
+    numbers = [[int(samples.groups[i]) for i in epoch] for epoch in epochs]
+    assert all(len([*groupby(epoch)]) == 6 for epoch in numbers)
+    assert numbers[0] != numbers[1] and epochs[0] != epochs[1]
+    alone = np.arange(18)
+    assert step_units(hyper, 1, weights, alone) == step_units(hyper, 1, weights)
 
 
 def compare(

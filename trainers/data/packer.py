@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from cray_agents.trainers.data.samples import Floats, Ints, Samples
-from cray_agents.trainers.data.stored_tokens import Repeated
 from cray_agents.training_jobs import Hyperparameters
 
 
@@ -26,7 +25,6 @@ class Rows(Protocol):
 
 
 Columns = Mapping[str, Rows]
-LEAST_SHARED = 16  # tokens of a prompt; with less nothing is gained
 
 
 @dataclass(frozen=True)
@@ -96,15 +94,35 @@ def _permutation(seed: int, epoch: int, size: int) -> Ints:
     return np.random.default_rng([seed, epoch]).permutation(size)
 
 
-def step_units(hyper: Hyperparameters, step: int, weights: npt.NDArray[np.float64]) -> list[int]:
-    """Return the units of a step (counted from 0), a pure function of the arguments."""
+def step_units(
+    hyper: Hyperparameters,
+    step: int,
+    weights: npt.NDArray[np.float64],
+    groups: Ints | None = None,
+) -> list[int]:
+    """Return the units of a step (counted from 0), a pure function of the arguments.
+
+    `groups`: see Samples.
+    """
     if hyper.order == "weighted":
         random = np.random.default_rng([hyper.seed, step])
         chances = weights / weights.sum()
         return [int(i) for i in random.choice(len(weights), hyper.batch_size, p=chances)]
     places = range(step * hyper.batch_size, (step + 1) * hyper.batch_size)
     epochs = [divmod(place, len(weights)) for place in places]
-    return [int(_permutation(hyper.seed, epoch, len(weights))[i]) for epoch, i in epochs]
+    orders = {
+        epoch: _by_group(_permutation(hyper.seed, epoch, len(weights)), groups)
+        for epoch in {epoch for epoch, _ in epochs}
+    }
+    return [int(orders[epoch][i]) for epoch, i in epochs]
+
+
+def _by_group(order: Ints, groups: Ints | None) -> Ints:
+    """Let the units of each group follow the first of them in an order."""
+    if groups is None:
+        return order
+    _, first = np.unique(groups[order], return_index=True)  # of groups, sorted by their numbers
+    return order[np.argsort(first[groups[order]], kind="stable")]
 
 
 def samples_to_train_on(hyper: Hyperparameters, samples: Samples) -> Sequence[int]:
@@ -112,7 +130,11 @@ def samples_to_train_on(hyper: Hyperparameters, samples: Samples) -> Sequence[in
     weights = samples.unit_weights
     if hyper.steps * hyper.batch_size >= len(weights):  # nearly all: drawing them is not worth it
         return range(len(samples))
-    units = {unit for step in range(hyper.steps) for unit in step_units(hyper, step, weights)}
+    units = {
+        unit
+        for step in range(hyper.steps)
+        for unit in step_units(hyper, step, weights, samples.groups)
+    }
     return sorted(place for unit in units for place in samples.units[unit])
 
 
@@ -139,25 +161,12 @@ def balance(costs: Sequence[int], ranks: int, limit: int) -> list[list[list[int]
     return [share + [[] for _ in range(most - len(share))] for share in shares]
 
 
-def prompt_of(samples: Samples, index: int) -> Ints:
-    """Return the tokens of a sample that others may share; none if they are few.
-
-    They end before the token that predicts the first trained one: its labels differ. Recorded
-    routes differ, too.
-    """
-    if samples.routes or isinstance(samples.masks, Repeated):  # the latter: all tokens are trained
-        return np.zeros(0, np.int64)
-    trained = np.flatnonzero(samples.masks[index][1:] > 0)
-    size = int(trained[0]) if len(trained) else 0
-    return samples.tokens[index][: size if size >= LEAST_SHARED else 0]
-
-
 def heads_of(samples: Samples, indices: Sequence[int], *, share: bool) -> list[tuple[int, int]]:
     """Return for each sample of a micro-batch (head, number of tokens left out), as in Packed."""
     first: dict[bytes, int] = {}
     found = []
     for place, index in enumerate(indices):
-        prompt = prompt_of(samples, index) if share else ()
+        prompt = samples.prompt(index) if share else ()
         head = first.setdefault(prompt.tobytes(), place) if len(prompt) else place
         found.append((head, 0 if head == place else len(prompt)))
     return found
@@ -178,7 +187,7 @@ def merged(
     """
     if not share:
         return units
-    prompts = [prompt_of(samples, unit[0]) for unit in units]
+    prompts = [samples.prompt(unit[0]) for unit in units]
     costs = [
         cost_of(samples, unit, share=True) - len(prompt)
         for unit, prompt in zip(units, prompts, strict=True)

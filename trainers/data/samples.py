@@ -24,6 +24,7 @@ from cray_agents.training_jobs import ON_POLICY, MethodName
 Ints = npt.NDArray[np.signedinteger[Any]]
 Floats = npt.NDArray[np.float32]
 
+LEAST_SHARED = 16  # tokens of a prompt; with less nothing is gained
 COLUMNS = ("input_ids", "loss_mask", "weight")
 OF_SAMPLING = ("run_id", "reward", "logprobs", "version_index", "versions", "temperature", "shaped")
 ROUTES = "routes"
@@ -59,6 +60,7 @@ class Samples:
     run_ids: Sequence[str]  # "": unknown
     units: Sequence[Sequence[int]]
     routes: list[Ints] = field(default_factory=list)  # [length, numbers]; -1: unknown; or none
+    groups: Ints | None = None  # [units]: numbers, equal for those that an epoch takes together
     left_out: int = 0  # samples without a trainable token, and their partners in pairs
 
     def __len__(self) -> int:
@@ -109,6 +111,25 @@ class Samples:
         """Return the tokens that a sample adds to a micro-batch; its last one is only a target."""
         return int(self.lengths[index]) - 1
 
+    def prompt(self, index: int) -> Ints:
+        """Return the first tokens of a sample, which others may share; none if they are few.
+
+        They end before the token that predicts the first trained one: its labels differ. Recorded
+        routes differ, too.
+        """
+        if self.routes or isinstance(self.masks, Repeated):  # the latter: all tokens are trained
+            return np.zeros(0, np.int64)
+        trained = np.flatnonzero(self.masks[index][1:] > 0)
+        size = int(trained[0]) if len(trained) else 0
+        return self.tokens[index][: size if size >= LEAST_SHARED else 0]
+
+    def grouped(self) -> Self:
+        """Return the samples, each a unit, with those that share a prompt as groups."""
+        known: dict[bytes, int] = {}
+        prompts = (self.prompt(i).tobytes() or str(i).encode() for i in range(len(self)))
+        numbers = [known.setdefault(prompt, len(known)) for prompt in prompts]
+        return replace(self, groups=np.array(numbers, np.int64))
+
     def only(self, indices: Sequence[int]) -> Self:
         """Return some of the samples, each a unit of its own."""
         wanted = list(indices)
@@ -127,6 +148,7 @@ class Samples:
             run_ids=[self.run_ids[i] for i in wanted],
             units=[[i] for i in range(len(wanted))],
             routes=[self.routes[i] for i in wanted] if self.routes else [],
+            groups=None,
         )
 
     @classmethod
@@ -186,7 +208,7 @@ def read_samples(folder: Path, method: MethodName = "sft", split: SplitName = "t
     samples = _with_a_target(rows, units)
     if split == "train":
         _check_signal(samples, method, folder.name)
-    return samples
+    return samples.grouped() if method == "grpo" else samples
 
 
 def _of_documents(tokens: StoredTokens, context: int) -> Samples:

@@ -315,7 +315,7 @@ class RankTraining:
         If the loss is not finite, the weights stay unchanged.
         """
         samples = baseline.samples
-        numbers = step_units(self.hyper, self.done, samples.unit_weights)
+        numbers = step_units(self.hyper, self.done, samples.unit_weights, samples.groups)
         units = [samples.units[number] for number in numbers]
         self.ranks.seed(self.hyper.seed, self.done)
         drift = self._drift(baseline, units)
