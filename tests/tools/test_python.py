@@ -130,7 +130,8 @@ async def test_an_agent_has_its_own_and_leaves_nothing() -> None:
                 pids.extend(process_tree(self._worker.pid))
             await super().teardown()
 
-    agent = Agent(name="a", environment=Watched, engine=ScriptedEngine(script * 2))
+    engine = ScriptedEngine(script * 2)
+    agent = Agent(name="a", environment=lambda: Watched(Sandbox(seconds=120)), engine=engine)
     for _ in range(2):
         run = await agent.run("go")
         calls = [call for turn in run.trajectory.turns for call in turn.tool_calls]
