@@ -203,17 +203,15 @@ with gateway_ports.listen("127.0.0.1", 0) as listener:
 """
 
 
-LONG_GONE = {"pid": 2**22, "lease": 100.0}  # of a process that was killed; and nobody waits so long
-
-
 @pytest.mark.slow
 def test_of_several_that_start_where_one_was_killed_one_has_it(tmp_path: Path) -> None:
     rounds, starting = 25, 3
     for number in range(rounds):
         (tmp_path / f"root-{number}").mkdir()
         claim(Home(tmp_path / f"root-{number}"))
-        info = json.loads((tmp_path / f"root-{number}/platform.json").read_text())
-        (tmp_path / f"root-{number}/platform.json").write_text(json.dumps(info | LONG_GONE))
+        file = tmp_path / f"root-{number}/platform.json"
+        info = json.loads(file.read_text()) | {"pid": 2**22, "lease": 100.0}
+        file.write_text(json.dumps(info))
     argv = [sys.executable, "-c", CLAIMING, str(tmp_path)]
     several = [
         subprocess.Popen([*argv, str(one), str(starting), "cray"]) for one in range(starting)

@@ -274,7 +274,8 @@ async def test_patterns_are_matched_in_linear_time_or_left(
             "additionalProperties": {"pattern": "^o"},
         },
     )
-    assert [one.args[1] for one in caplog.records] == ["^(?!b)a", "(?=x)"]  # type: ignore[index]
+    ours = [one for one in caplog.records if one.name == from_schema.__name__]
+    assert [one.args[1] for one in ours] == ["^(?!b)a", "(?=x)"]  # type: ignore[index]
     assert await schema.problem({"nnn": 1, "n" * 50 + "!": "o", "pattern": "012"}) is None
     assert await schema.problem({"ahead": "b"}) is None  # whoever takes it looks
     assert await schema.problem({"nn": "1"}) == "nn: '1' is not of type 'integer'"
