@@ -92,13 +92,12 @@ class FolderPassages:
 
     def _scan(self) -> Iterator[tuple[str, str]]:
         """Yield each file with a stamp that changes when the file does."""
-        now = time.time()
         for path, _, _, about in safe_paths.walk(self._folder, "."):
             if not path.isprintable() or any(part.startswith(".") for part in path.split("/")):
                 continue
             if not any(fnmatch.fnmatchcase(path, pattern) for pattern in self._include):
                 continue
-            fresh = "" if abs(now - about.st_mtime) > FRESH else f" {time.time_ns()}"
+            fresh = "" if abs(time.time() - about.st_mtime) > FRESH else f" {time.time_ns()}"
             yield path, f"{about.st_mtime_ns} {about.st_size} {about.st_ino}{fresh}"
 
     def _read(self, path: str) -> list[Passage]:

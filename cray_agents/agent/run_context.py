@@ -4,6 +4,7 @@ Made by run_state.py, one for each run. A tool asks for it with a parameter anno
 which the model does not see.
 """
 
+import threading
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
@@ -14,6 +15,8 @@ from cray_agents.records import Message, Reward, Task, digest
 
 #: The type of what the caller of a run gives its tools, hooks and instructions: `run(deps=...)`.
 Deps = TypeVar("Deps", default=Any)
+
+_REWARDING = threading.Lock()  # tools of one turn run at the same time, in threads
 
 
 @dataclass
@@ -46,10 +49,11 @@ class RunContext(Generic[Deps]):
 
         Rewards of one turn under one name add up.
         """
-        same = [r for r in self.rewards if (r.name, r.turn) == (name, self.turn)]
-        total = sum(r.value for r in same) + float(value)
-        given = Reward(name=name, value=total, source="environment", turn=self.turn)
-        self.rewards[:] = [*(r for r in self.rewards if r not in same), given]
+        with _REWARDING:
+            same = [r for r in self.rewards if (r.name, r.turn) == (name, self.turn)]
+            total = sum(r.value for r in same) + float(value)
+            given = Reward(name=name, value=total, source="environment", turn=self.turn)
+            self.rewards[:] = [*(r for r in self.rewards if r not in same), given]
 
     def child(self) -> dict[str, Any]:
         """Id and seed of a sub-agent's run: the same again when this run is repeated."""

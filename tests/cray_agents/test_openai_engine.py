@@ -14,10 +14,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from cray_agents import Agent
 from cray_agents.agent import OpenAIEngine
 from cray_agents.agent.stream_events import RunEnded, TextDelta
+from cray_agents.engines import plain_http
 from cray_agents.engines.openai_engine import WIDTH
 from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable, StoreError
 from cray_agents.records import digest
 from cray_agents.tools.calculator import calculator
+from tests.support.waiting import until
 
 ASK = {"model": "calc", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -117,10 +119,11 @@ async def test_failures_that_stay(server):
 
 
 async def test_nobody_there():
-    with socket.create_server(("127.0.0.1", 0)) as held:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # nobody listens there, and nobody else can
         port = held.getsockname()[1]
-    engine = OpenAIEngine(f"http://127.0.0.1:{port}", retries=1)
-    run = await Agent(name="a", engine=engine).run("hi")
+        engine = OpenAIEngine(f"http://127.0.0.1:{port}", retries=1)
+        run = await Agent(name="a", engine=engine).run("hi")
     assert run.stop_reason == "error" and run.error is not None
     assert (run.error.type, run.error.infrastructure) == ("EngineUnavailable", True)
     assert f"nobody answers at http://127.0.0.1:{port}/v1" in run.error.message
@@ -247,13 +250,12 @@ async def test_a_record_that_is_not_taken_is_an_error(server):
 
 
 async def test_a_cancelled_run_is_posted(server):
-    async def sleepy(body: Any) -> Any:
-        await asyncio.sleep(5)
-        return answer()
+    async def never(body: Any) -> Any:
+        await asyncio.Event().wait()
 
-    server.answer = sleepy
+    server.answer = never
     task = asyncio.create_task(Agent(name="a", engine=OpenAIEngine(server.url)).run("hi"))
-    await asyncio.sleep(0.2)
+    await until(lambda: server.requests)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -265,14 +267,13 @@ async def test_a_cancelled_run_is_posted(server):
 
 @pytest.mark.slow
 async def test_two_hundred_runs_at_once(server):
-    now = most = 0
+    many = asyncio.Event()
 
     async def play(body: Any) -> Any:
-        nonlocal now, most
-        now += 1
-        most = max(most, now)
-        await asyncio.sleep(0.2)
-        now -= 1
+        if len(server.requests) > 10:  # not one after another
+            many.set()
+        async with asyncio.timeout(120):
+            await many.wait()
         return answer(body["messages"][0]["content"])
 
     server.answer = play
@@ -281,7 +282,6 @@ async def test_two_hundred_runs_at_once(server):
     assert [run.output for run in runs] == list(range(200))
     assert sorted(server.run_ids) == sorted(run.id for run in runs)
     assert len(server.events) == 200
-    assert most > 10  # not one after another
 
 
 def test_one_engine_in_many_loops(server, monkeypatch):
@@ -340,6 +340,8 @@ def test_a_client_of_an_ended_event_loop_says_nothing(server, caplog):
         await asyncio.sleep(0)
         gc.collect()  # of tasks that ended with an error
 
+    asyncio.run(collect())
+    caplog.clear()  # of what other tests have left
     asyncio.run(ask_once())
     asyncio.run(collect())
     assert not caplog.records
@@ -355,7 +357,8 @@ def chunked() -> Response:
     return StreamingResponse(body(), media_type="application/json")
 
 
-async def test_a_gateway_is_asked_directly_over_few_connections(server):
+async def test_a_gateway_is_asked_directly_over_few_connections(server, monkeypatch):
+    monkeypatch.setattr(plain_http, "KEPT", 600.0)
     server.answer = lambda body: answer(body["messages"][0]["content"] + "é")
     engine = OpenAIEngine(server.url, api_key=key)
     engine.gateway = True
@@ -424,7 +427,7 @@ async def test_a_cancelled_call_leaves_the_gateway(server):
     engine = OpenAIEngine(server.url)
     engine.gateway = True
     task = asyncio.create_task(engine.chat(ASK))
-    await asyncio.sleep(0.05)
+    await until(lambda: server.requests)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -238,7 +238,8 @@ def test_a_root_that_breaks_its_promises_is_named(tmp_path: Path, broken_node: P
     failed = [[row["check"] for row in each] for each in rows]
     assert failed == [[], *([f"root: {name}"] for name in names)]
     assert rows[1][0]["found"] == "a name was given twice" and "NFS 4" in rows[1][0]["to mend it"]
-    assert rows[4][0]["found"].startswith("-6") and "chrony" in rows[4][0]["to mend it"]
+    assert -61 < float(rows[4][0]["found"].split()[0]) < -20  # 60, and what the write takes less
+    assert "chrony" in rows[4][0]["to mend it"]
 
 
 def test_a_root_that_is_a_file_is_named(tmp_path: Path) -> None:

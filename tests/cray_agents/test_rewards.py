@@ -46,7 +46,7 @@ def broken(run: Run) -> float:
 
 @reward(timeout=0.05)
 def slow(run: Run) -> float:
-    time.sleep(10)
+    time.sleep(60)
     return 1.0
 
 

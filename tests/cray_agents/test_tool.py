@@ -263,7 +263,7 @@ class Desk:
     def __init__(self) -> None:
         self.sold: list[Any] = []
 
-    @tool(name="sell", timeout=5)
+    @tool(name="sell", timeout=50)
     def sell_some(self, count: int, context: RunContext) -> int:
         """Sell.
 
@@ -293,7 +293,7 @@ async def test_a_method_is_given_the_context_that_the_model_does_not_see():
     call = await performed(desk.sell_some, '{"count": 2}', context)
     assert (call.name, call.result, desk.sold) == ("sell", 2, [(2, "till")])
     assert [(reward.value, reward.turn) for reward in context.rewards] == [(0.5, 0)]
-    assert as_tool(desk.sell_some).timeout == 5
+    assert as_tool(desk.sell_some).timeout == 50
     sneaky = await performed(desk.sell_some, '{"count": 2, "context": {}}', context)
     assert "context: Extra inputs are not permitted" in sneaky.error
     assert (await performed(desk.opened, context=context)).result == "run_1"

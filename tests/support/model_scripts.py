@@ -1,5 +1,6 @@
-"""Replies of scripted models, for tests of agents."""
+"""Replies of scripted models, for tests of agents, and the time that passes meanwhile."""
 
+import asyncio
 from typing import Any
 
 from cray_agents import Agent
@@ -20,6 +21,13 @@ def asks(*calls: tuple[str, Any]) -> list[dict[str, Any]]:
         {"id": f"call_{number}", "name": name, "arguments": arguments}
         for number, (name, arguments) in enumerate(calls)
     ]
+
+
+def pass_time(seconds: float) -> None:
+    """Let so many seconds pass at once for all that the running event loop waits for."""
+    loop = asyncio.get_running_loop()
+    now = loop.time
+    loop.time = lambda: now() + seconds  # type: ignore[method-assign]
 
 
 def agent(engine: Any, **options: Any) -> Agent:

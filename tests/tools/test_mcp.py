@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from cray_agents.agent.tool import Tool, perform
 from cray_agents.cli.agents import serve_mcp
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput, SetupError, ToolError
+from cray_agents.processes import alive
 from cray_agents.records import Run, ToolCall
 from cray_agents.testing import ScriptedEngine
 from cray_agents.tools import from_schema
@@ -128,17 +130,26 @@ async def test_a_server_that_dies_is_told_and_started_again() -> None:
         pid = calls[-1].result
     closed = await ask(server, "process") if server.tools else None
     assert closed is not None and "was closed" in closed.error
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    assert not alive(pid)
 
 
 async def test_a_call_that_hangs_hurts_no_other() -> None:
-    async with McpTools(command=COMMAND, timeout=3, allow=["hang", "proc*"]) as server:
+    async with McpTools(command=COMMAND, timeout=120, allow=["hang", "proc*"]) as server:
         assert sorted(named(server)) == ["hang", "process"]
+        server.tools = (replace(named(server)["hang"], timeout=3), named(server)["process"])
         before = await ask(server, "process")
         hung = await ask(server, "hang")
         assert hung.error == "hang did not answer within 3 s"
         assert (await ask(server, "process")).result == before.result
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that nobody else gets, while a server that is started for it may."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 @contextmanager
@@ -158,9 +169,7 @@ def site_at(port: int) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-async def test_over_http_with_a_prefix_also_when_the_server_is_restarted() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+async def test_over_http_with_a_prefix_also_when_the_server_is_restarted(port: int) -> None:
     url = f"http://127.0.0.1:{port}/mcp"
     with site_at(port) as first:
         server = McpTools(url=url, prefix="site.", allow=["process", "weather.of"]).open()
@@ -192,22 +201,24 @@ def test_servers_that_do_not_start(options: dict[str, Any], message: str) -> Non
 
 
 def test_a_server_that_never_answers_is_not_left_behind(tmp_path: Path) -> None:
-    script = f"echo $$ > {tmp_path}/pid; exec sleep 600"
-    with pytest.raises(SetupError, match="no answer within 3 s"):
-        McpTools(command=["sh", "-c", script], start_timeout=3).open()
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
+    script = f"mkdir {tmp_path}/$$; exec sleep 600"
+    for seconds in (3, 20, 100):  # a busy machine may need longer to start it at all
+        with pytest.raises(SetupError, match=f"no answer within {seconds} s"):
+            McpTools(command=["sh", "-c", script], start_timeout=seconds).open()
+        if pids := [int(path.name) for path in tmp_path.iterdir()]:
+            break
+    assert pids and not alive(pids[0])
 
 
 async def test_a_start_that_takes_longer_than_a_call_may(tmp_path: Path) -> None:
     """The calls are told; the start goes on for the next one, and there is only one."""
     script = f'echo begun >> {tmp_path}/starts; exec "{sys.executable}" "{SITE}"'
-    async with McpTools(command=["sh", "-c", script], timeout=0.05) as server:
-        await ask(server, "die")
+    async with McpTools(command=["sh", "-c", script], timeout=120) as server:
+        assert "ended during the call" in (await ask(server, "die")).error
+        server.tools = (replace(named(server)["process"], timeout=0.05),)
         calls = [await ask(server, "process")]
         while calls[-1].error is not None:
-            said = ("did not answer within 0.05 s", "ended during the call")
-            assert any(words in calls[-1].error for words in said)
+            assert "did not answer within 0.05 s" in calls[-1].error
             calls.append(await ask(server, "process"))
     assert len(calls) > 1
     assert (tmp_path / "starts").read_text() == "begun\n" * 2
@@ -263,7 +274,8 @@ async def test_patterns_are_matched_in_linear_time_or_left(
             "additionalProperties": {"pattern": "^o"},
         },
     )
-    assert [one.args[1] for one in caplog.records] == ["^(?!b)a", "(?=x)"]  # type: ignore[index]
+    ours = [one for one in caplog.records if one.name == from_schema.__name__]
+    assert [one.args[1] for one in ours] == ["^(?!b)a", "(?=x)"]  # type: ignore[index]
     assert await schema.problem({"nnn": 1, "n" * 50 + "!": "o", "pattern": "012"}) is None
     assert await schema.problem({"ahead": "b"}) is None  # whoever takes it looks
     assert await schema.problem({"nn": "1"}) == "nn: '1' is not of type 'integer'"

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from cray_agents.tools.sandbox import Sandbox, backends
 from cray_agents.tools.sandbox.process import process_tree
 from cray_agents.tools.sandbox.sandbox import remove
 from tests.support.tools.shared_resources import Shared
+from tests.support.waiting import until, wait_until
 
 ATTACKS = Path(__file__).parents[1] / "support/tools/sandbox_attacks.py"
 ROOT = Path(__file__).parents[2]
@@ -96,6 +97,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
         udp.bind(("127.0.0.1", 0))
         victim = stack.enter_context(subprocess.Popen(["sleep", "600"]))
         stack.callback(victim.kill)
+        wait_until(Path(f"/proc/{victim.pid}/cmdline").read_bytes)  # until then it is empty
         shared = Shared()
         stack.callback(shared.remove)
         common = stack.enter_context(tempfile.NamedTemporaryFile(dir="/tmp"))
@@ -123,12 +125,6 @@ def _greet(server: socket.socket) -> None:
             client, _ = server.accept()
             with client:
                 client.sendall(b"hi")
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - other processes cannot set an Event
-            await asyncio.sleep(0.01)
 
 
 async def attack(sandbox: Sandbox, site: Site, **options: Any) -> dict[str, bool | str]:
@@ -180,7 +176,7 @@ async def test_no_attack_works_beside_a_folder_that_is_given(
 
 async def test_without_a_sandbox_they_work(site: Site) -> None:
     """So each of them is real: it is the sandbox that holds it off."""
-    none = Sandbox(layer="none", unsandboxed=True)
+    none = Sandbox(layer="none", unsandboxed=True, seconds=60)
     results = await attack(none, site, env={"SECRET_KEY": "sk-1"})
     real = {"read a file", "read a key of root", "read a process's arguments", "make hidden memory",
             "make shared memory", "connect to a unix socket", "connect to an abstract socket",
@@ -624,7 +620,7 @@ from cray_agents.tools.sandbox import Sandbox, backends
 from cray_agents.errors import SetupError
 print(backends.layer_problem("bubblewrap"))
 try:
-    print(Sandbox().check(), asyncio.run(Sandbox().run(["echo", "hi"])).stdout)
+    print(Sandbox().check(), asyncio.run(Sandbox(seconds=60).run(["echo", "hi"])).stdout)
 except SetupError as error:
     print("refused:", error)
 """
@@ -638,7 +634,7 @@ assert libc.prctl(38, 1, 0, 0, 0) == 0
 assert libc.prctl(22, 2, struct.pack("@HP", 4, ctypes.addressof(filter)), 0, 0) == 0
 """
 ANYWAY = """
-print(asyncio.run(Sandbox(unsandboxed=True).run(["echo", "anyway"])).stdout)
+print(asyncio.run(Sandbox(unsandboxed=True, seconds=60).run(["echo", "anyway"])).stdout)
 """
 
 

@@ -45,7 +45,8 @@ async def test_a_folder_of_the_runs_own() -> None:
 
     commands = ["cat notes/in; echo mine > notes/out", "cat notes/*"]
     script: list[Any] = [*(tool_call("shell", command=command) for command in commands), "done"]
-    agent = Agent(name="a", environment=Given, engine=ScriptedEngine(script * 2))
+    engine = ScriptedEngine(script * 2)
+    agent = Agent(name="a", environment=lambda: Given(Sandbox(seconds=120)), engine=engine)
     for name in ("one", "two"):
         run = await agent.run(name)
         calls = [call for turn in run.trajectory.turns for call in turn.tool_calls]
