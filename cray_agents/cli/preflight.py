@@ -314,9 +314,8 @@ def container(node: Node) -> Iterator[Row]:
     """Check the runtime that starts the site's container, and its image."""
     if (chosen := node.job.container) is None or node.in_job:
         found = [name for name in ("enroot", "apptainer", "podman") if shutil.which(name)]
-        inside = f"these checks ran in {chosen.image}" if chosen else ""
-        said = inside or f"none in [job]; installed: {', '.join(found) or 'none'}"
-        yield judge("container runtime", True, said)
+        said = f"none in [job]; installed: {', '.join(found) or 'none'}"
+        yield judge("container runtime", True, f"these checks ran in {chosen.image}" if chosen else said)
         return
     pyxis, option = chosen.runtime == "pyxis", "--container-image"
     text, why = ask(*(("srun", "--help") if pyxis else ("apptainer", "--version")))
@@ -347,9 +346,10 @@ def shared_root(node: Node) -> Iterator[Row]:
             except OSError as error:
                 said = error.strerror or str(error)
             yield judge(f"root: {name}", said == "works", said)
-        began = time.time()  # until it is written, seconds may pass
-        durable.write_file(folder / "clock", b"now")
-        skew = (at := (folder / "clock").stat().st_mtime) - min(max(at, began), time.time())
+        began, clock = time.time(), folder / "clock"
+        durable.write_file(clock, b"now")
+        at = clock.stat().st_mtime  # to write it may have taken seconds
+        skew = at - min(max(at, began), time.time())
         far, said = abs(skew) > SKEW_SECONDS, f"{skew:+.2f} s from this machine's"
         yield judge("root: clock", abs(skew) < SKEW_WARNING, said, required=far)
         slow, wrote, read = root_speed(folder)
