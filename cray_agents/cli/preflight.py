@@ -313,9 +313,9 @@ def slurm_here(node: Node) -> Iterator[Row]:
 def container(node: Node) -> Iterator[Row]:
     """Check the runtime that starts the site's container, and its image."""
     if (chosen := node.job.container) is None or node.in_job:
-        found = [name for name in ("enroot", "apptainer", "podman") if shutil.which(name)]
-        said = f"none in [job]; installed: {', '.join(found) or 'none'}"
-        yield judge("container runtime", True, f"these checks ran in {chosen.image}" if chosen else said)
+        found = ", ".join(filter(shutil.which, ("enroot", "apptainer", "podman"))) or "none"
+        said = f"these checks ran in {chosen.image}" if chosen else f"not set; installed: {found}"
+        yield judge("container runtime", True, said)
         return
     pyxis, option = chosen.runtime == "pyxis", "--container-image"
     text, why = ask(*(("srun", "--help") if pyxis else ("apptainer", "--version")))
