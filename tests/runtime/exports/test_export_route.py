@@ -1,5 +1,6 @@
 """GET /v1/datasets/{id}/export and /v1/trajectories/export: streamed, and never silently short."""
 
+import asyncio
 import io
 import json
 import os
@@ -7,6 +8,7 @@ import tarfile
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pyarrow.parquet as pq
@@ -16,6 +18,7 @@ from cray_agents.queries import DatasetRecipe, RunFilter
 from cray_agents.runtime.datasets.build import build_dataset
 from cray_agents.runtime.exports.exporter import export, format_named, open_dataset, open_runs
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
+from cray_agents.runtime.gateway.routes import exports
 from tests.support.exports.small_runs import events_of, name_of
 from tests.support.scripted_gateway import Gateway, served, until
 
@@ -152,6 +155,24 @@ async def test_everybodys_runs_need_a_role(gateway: Gateway) -> None:
         headers = {"authorization": f"Bearer {secrets[role]}"}
         async with gateway.http.get(gateway.url + ALL, headers=headers) as response:
             assert response.status == status, await response.text()
+
+
+async def test_more_than_are_made_at_once_are_refused(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while the others' processes start."""
+    start, held = exports._start, asyncio.Event()
+
+    async def late() -> Any:
+        await held.wait()
+        return await start()
+
+    monkeypatch.setattr(exports, "_start", late)
+    asked = [asyncio.create_task(gateway.call("GET", ALL)) for _ in range(exports.MAX_RUNNING + 1)]
+    [refused], _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+    held.set()
+    assert refused.result()[0] == 429
+    assert sorted([(await one)[0] for one in asked]) == [200] * exports.MAX_RUNNING + [429]
 
 
 async def large(gateway: Gateway) -> None:
