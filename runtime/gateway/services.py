@@ -1,7 +1,6 @@
 """Services: the parts behind the routes of the gateway; `cray-agents up` builds them."""
 
 import asyncio
-from asyncio.subprocess import Process
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -100,7 +99,7 @@ class Services(CallServices):
     see Access in http/auth.py. delta_checkpoints: the `changes_only` of jobs that leave it out.
     token: the key of the platform's own processes; "" for none. lease: of the controller, which
     decides; None in tests of the gateway alone. shares: of this gateway and further ones in the
-    engines' capacity. exports: the processes under way. sign_ins: of browsers to the dashboard.
+    engines' capacity. exports: an object for each. sign_ins: of browsers to the dashboard.
     prices: by which costs are counted.
     """
 
@@ -117,7 +116,7 @@ class Services(CallServices):
     token: str = ""
     lease: ControllerLease | None = None
     shares: GatewayShares = field(default_factory=GatewayShares)
-    exports: set[Process] = field(default_factory=set)
+    exports: set[object] = field(default_factory=set)
     sign_ins: SignIns = field(default_factory=SignIns)
     prices: PriceSettings = field(default_factory=PriceSettings)
 

@@ -18,7 +18,7 @@ from cray_agents.records import new_id
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.store.index import sweep_caches
 from cray_agents.runtime.store.segments.line_format import COMPACTED, event_in
-from cray_agents.runtime.store.segments.reader import Damage, Segment
+from cray_agents.runtime.store.segments.reader import Damage, Moved, Segment
 from cray_agents.runtime.store.segments.sealed import write_sealed
 from cray_agents.runtime.store.store import Store
 
@@ -72,14 +72,14 @@ def plan(store: Store, *, thorough: bool = False) -> list[list[Segment]]:
 def compact(store: Store, group: Sequence[Segment]) -> Compacted | None:
     """Rewrite a group as one segment.
 
-    Return None if a segment is damaged (`fsck` repairs it) or has events of a newer format. Raises
-    StoreError.
+    Return None if a segment is damaged (`fsck` repairs it), has events of a newer format, or is
+    gone, as another process compacted it. Raises StoreError.
     """
     stem, dropped = COMPACTED + new_id("segment"), Counter[str]()
     lines, stems = _kept_lines(store, group, dropped), tuple(segment.stem for segment in group)
     try:
         path = write_sealed(store.segments.directory, stem, lines, stems)
-    except (Corrupt, NewerFormat) as error:
+    except (Corrupt, NewerFormat, Moved) as error:
         log.warning("not compacted: %s", error)
         return None
     store.refresh()

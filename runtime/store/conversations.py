@@ -4,9 +4,10 @@ An agent's request repeats the messages of its previous request, then the model'
 The earlier request must match exactly. Answers often come back rewritten (arguments as other JSON,
 or as text), but ids of tool calls come back unchanged. So of several calls with the same request,
 the one whose answer is recognised in the following messages is taken; one with neither text nor
-calls leaves nothing to recognise. Equal answers are continued equally often; their order makes no
-difference. A request counts while it is in flight and once its answer is recorded, so one that is
-refused leaves no trace. If its answer was cut off, the same request repeated takes its place.
+calls leaves nothing to recognise. Of texts that begin alike the longest is taken. Equal answers are
+continued equally often; their order makes no difference. A request counts while it is in flight and
+once its answer is recorded, so one that is refused leaves no trace. If its answer was cut off, the
+same request repeated takes its place.
 
 A changed beginning, such as a clock in the instructions or a trimmed history, starts a new run. So
 does a repeat of the same messages. Clients that do so must name the run.
@@ -163,6 +164,8 @@ def _recognised(answers: list[_KnownAnswer], follows: Sequence[Message]) -> list
         return [answer for answer in answers if not named.isdisjoint(answer.call_ids)]
     role, text = follows[0].get("role"), text_of(follows[0]).strip()[:QUOTED]
     quoted = [answer for answer in answers if answer.is_quoted_by(role, text)]
+    longest = max((len(answer.text) for answer in quoted if not answer.call_ids), default=0)
+    quoted = [answer for answer in quoted if answer.call_ids or len(answer.text) == longest]
     if quoted or role != "assistant" or answers[-1].call_ids:
         return quoted
     return _of_one_run(answers)  # rewritten beyond recognition: if there is only one, it is meant

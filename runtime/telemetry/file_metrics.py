@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -288,9 +289,10 @@ class FileCollector(Collector):
         folder = self._home.segments
         for entry in os.scandir(folder) if folder.is_dir() else ():
             kind = {".jsonl": "open", ".zst": "sealed"}.get(Path(entry.name).suffix)
-            if kind is not None:
-                count[kind] += 1
-                size[kind] += entry.stat().st_size
+            with suppress(FileNotFoundError):  # it is sealed or compacted meanwhile
+                if kind is not None:
+                    size[kind] += entry.stat().st_size
+                    count[kind] += 1
         yield family("cray_store_segments", "Files of the store", count, "form")
         yield family("cray_store_bytes", "Their bytes", size, "form")
         yield family("cray_store_problems", "Damaged places found", len(self._store.problems))

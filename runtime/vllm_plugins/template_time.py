@@ -1,9 +1,10 @@
 """Template time: interrupt chat templates, which are programs and may loop forever.
 
 Jinja compiles a template to Python code that runs in some thread. A watcher raises TemplateTooSlow
-in that thread, which a template cannot catch. A single long step, such as a sort of millions,
-cannot be interrupted. vLLM's own limit gives the request up but leaves its thread running, and with
-it the GIL held. Called by server.py for requests, and by datasets/chat_template.py.
+in that thread, which a template cannot catch. It counts its own periods: a process that stood still
+had no slow template. A single long step, such as a sort of millions, cannot be interrupted. vLLM's
+own limit gives the request up but leaves its thread running, and with it the GIL held. Called by
+server.py for requests, and by datasets/chat_template.py.
 """
 
 import contextlib
@@ -31,30 +32,31 @@ class _Watcher:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._since: dict[int, float] = {}  # by thread
+        self._periods: dict[int, int] = {}  # by thread
         threading.Thread(target=self._watch, name="template-time", daemon=True).start()
 
     @contextlib.contextmanager
     def limit(self) -> Iterator[None]:
         me = threading.get_ident()
         with self._lock:
-            self._since[me] = time.monotonic()
+            self._periods[me] = 0
         try:
             yield
         finally:
             with self._lock:
-                self._since.pop(me, None)
+                self._periods.pop(me, None)
 
     def _watch(self) -> None:
         while True:
             time.sleep(_PERIOD)
             with self._lock:  # so that an interrupted thread is still within `limit`
-                late = time.monotonic() - SECONDS
-                for thread in [one for one, since in self._since.items() if since < late]:
-                    del self._since[thread]
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                        ctypes.c_ulong(thread), ctypes.py_object(TemplateTooSlow)
-                    )
+                for thread in list(self._periods):
+                    self._periods[thread] += 1
+                    if self._periods[thread] * _PERIOD > SECONDS:
+                        del self._periods[thread]
+                        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                            ctypes.c_ulong(thread), ctypes.py_object(TemplateTooSlow)
+                        )
 
 
 @functools.cache

@@ -8,7 +8,8 @@ import asyncio
 import logging
 import os
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -108,27 +109,30 @@ async def export_runs(services: Current, query: Annotated[RunExport, Query()]) -
 
 
 async def _export(services: Services, job: dict[str, Any]) -> Response:
-    running = services.exports
+    running, one = services.exports, object()
     if len(running) >= MAX_RUNNING:
         raise TooManyRequests(
             f"{MAX_RUNNING} exports are under way: come again when one is done",
             retry_after=RETRY_SECONDS,
         )
-    process = await _start()
-    running.add(process)
+    running.add(one)  # before its process starts: others ask meanwhile
     try:
-        head = await _read_head(process, {"home": str(services.home.root), **job})
+        process = await _start()
+        try:
+            head = await _read_head(process, {"home": str(services.home.root), **job})
+        except BaseException:
+            await _end(process)
+            raise
     except BaseException:
-        running.discard(process)
-        await _end(process)
+        running.discard(one)
         raise
-    return ExportResponse(process, head, running)
+    return ExportResponse(process, head, partial(running.discard, one))
 
 
 class ExportResponse(StreamingResponse):
-    """The output of an export process, which ends with the client."""
+    """The output of an export process, which ends with the client; `ended` is then called."""
 
-    def __init__(self, process: Process, head: dict[str, Any], running: set[Process]) -> None:
+    def __init__(self, process: Process, head: dict[str, Any], ended: Callable[[], None]) -> None:
         headers = {"content-disposition": f'attachment; filename="{head["name"]}"'}
         if "length" in head:
             headers["content-length"] = str(head["length"])
@@ -137,14 +141,14 @@ class ExportResponse(StreamingResponse):
             headers["x-export-losses"] = ", ".join(f"{code}={count}" for code, count in losses)
         super().__init__(self._pieces(process), 200, headers, head["type"])
         self._process = process
-        self._running = running
+        self._ended = ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response, then end the process."""
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._running.discard(self._process)
+            self._ended()
             await _end(self._process)
 
     async def _pieces(self, process: Process) -> AsyncIterator[bytes]:

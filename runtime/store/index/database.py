@@ -220,10 +220,11 @@ def sweep_caches() -> list[str]:
     """Delete the indexes of roots that no longer exist. Return the paths of these roots."""
     swept = []
     for file in sorted(host_cache().glob("*/root")):
-        root = os.fsdecode(file.read_bytes())
-        if root and not Path(root).is_dir():
-            shutil.rmtree(file.parent, ignore_errors=True)
-            swept.append(root)
+        with suppress(FileNotFoundError):  # another process does the same
+            root = os.fsdecode(file.read_bytes())
+            if root and not Path(root).is_dir():
+                shutil.rmtree(file.parent, ignore_errors=True)
+                swept.append(root)
     return swept
 
 

@@ -86,14 +86,14 @@ def remove_replaced(directory: Path) -> list[str]:
     """
     segments, replaced = Segments(directory), set[str]()
     for path in directory.glob(f"{COMPACTED}*{SEALED}"):
-        replaces = segments.replaced_stems(path.name.removesuffix(SEALED))
-        if any((directory / f"{stem}{SEALED}").exists() for stem in replaces):
-            try:
+        try:
+            replaces = segments.replaced_stems(path.name.removesuffix(SEALED))
+            if any((directory / f"{stem}{SEALED}").exists() for stem in replaces):
                 replaced.update(verify(path).replaces)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                log.warning("what %s replaces stays, too: %s", path, error)
+        except (FileNotFoundError, Moved):  # another process has replaced and removed it
+            continue
+        except OSError as error:
+            log.warning("what %s replaces stays, too: %s", path, error)
     segments.close()
     gone = []
     for stem in sorted(replaced, key=lambda stem: stem.startswith(COMPACTED)):  # the oldest first

@@ -1,11 +1,14 @@
 """GET /v1/datasets/{id}/export and /v1/trajectories/export: streamed, and never silently short."""
 
+import asyncio
 import io
 import json
 import os
 import tarfile
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pyarrow.parquet as pq
@@ -15,6 +18,7 @@ from cray_agents.queries import DatasetRecipe, RunFilter
 from cray_agents.runtime.datasets.build import build_dataset
 from cray_agents.runtime.exports.exporter import export, format_named, open_dataset, open_runs
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
+from cray_agents.runtime.gateway.routes import exports
 from tests.support.exports.small_runs import events_of, name_of
 from tests.support.scripted_gateway import Gateway, served, until
 
@@ -46,13 +50,13 @@ async def get(gateway: Gateway, path: str, **query: str) -> tuple[aiohttp.Client
 
 def processes() -> list[str]:
     """Exports that run as children of this process."""
-    found = []
+    children, found = list[str](), list[str]()
     for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
-        for pid in path.read_text().split():
-            try:
-                words = Path(f"/proc/{pid}/cmdline").read_bytes()
-            except OSError:
-                continue
+        with suppress(OSError):  # a thread that has ended, as the one that waited for an export
+            children += path.read_text().split()
+    for pid in children:
+        with suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
             found += [pid] if b"exports.export_process" in words else []
     return found
 
@@ -153,6 +157,24 @@ async def test_everybodys_runs_need_a_role(gateway: Gateway) -> None:
             assert response.status == status, await response.text()
 
 
+async def test_more_than_are_made_at_once_are_refused(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while the others' processes start."""
+    start, held = exports._start, asyncio.Event()
+
+    async def late() -> Any:
+        await held.wait()
+        return await start()
+
+    monkeypatch.setattr(exports, "_start", late)
+    asked = [asyncio.create_task(gateway.call("GET", ALL)) for _ in range(exports.MAX_RUNNING + 1)]
+    [refused], _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+    held.set()
+    assert refused.result()[0] == 429
+    assert sorted([(await one)[0] for one in asked]) == [200] * exports.MAX_RUNNING + [429]
+
+
 async def large(gateway: Gateway) -> None:
     for number in range(RUNS, RUNS + LARGE):
         await gateway.store.append(events_of(number, words=20_000 // 5))
@@ -171,6 +193,7 @@ async def test_a_large_one_is_streamed(gateway: Gateway) -> None:
 
 async def test_a_failure_in_mid_stream_breaks_the_connection(gateway: Gateway) -> None:
     await large(gateway)
+    gateway.store.refresh()  # or the export, if it were sooner, would pass over the damaged line
     [segment] = gateway.services.home.segments.glob("*.jsonl")
     with segment.open("r+b") as file:
         file.seek(-3000, io.SEEK_END)

@@ -89,6 +89,12 @@ def samples(sampler: HardwareSampler) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == "sample"]
 
 
+def end(sampler: HardwareSampler) -> None:
+    """Let it take its last sample, also where it is so late that `close` leaves it behind."""
+    sampler.close()
+    sampler._thread.join()
+
+
 def test_gpus_tell_what_they_have_and_no_more(library: Path) -> None:
     with nvml(str(library)) as driver:
         assert driver is not None
@@ -147,14 +153,14 @@ def test_a_sampler_writes_to_its_end_and_goes_on_after_a_kill(library: Path, tre
     sampler = HardwareSampler(tree, **options)
     sampler.start()
     until(lambda: len(samples(sampler)) > 2)
-    sampler.close()
+    end(sampler)
     count = len(samples(sampler))
     with sampler.path.open("ab") as file:
         file.write(b'{"event":"sample","time":1')
     again = HardwareSampler(tree, **options)
     again.start()
     until(lambda: len(samples(again)) > count)
-    again.close()
+    end(again)
     lines = list(journal.read(again.path))
     assert [line["event"] for line in lines].count("node") == 2
     assert lines[0]["gpus"][0]["name"] == "NVIDIA H100 0"
@@ -172,7 +178,7 @@ def test_a_long_jobs_file_stays_small_and_has_its_beginning(tree: Path) -> None:
         return sizes[-1] < max(sizes)
 
     until(has_shrunk)
-    sampler.close()
+    end(sampler)
     lines = list(journal.read(sampler.path))
     assert lines[:2] == begin and max(sizes) <= 6000
     times = [line["time"] for line in lines]
@@ -185,7 +191,7 @@ def test_fsck_names_a_damaged_sample(tree: Path, tmp_path: Path, folder: str) ->
     (home.root / folder).mkdir(parents=True)
     sampler = HardwareSampler(home.root / folder, sys=tree, gpus=[])
     sampler.start()
-    sampler.close()
+    end(sampler)
     assert not list(fsck.check(home))
     damaged = bytearray(sampler.path.read_bytes())
     damaged[len(damaged) // 2] ^= 1
@@ -199,7 +205,7 @@ def test_a_sampler_that_cannot_write_says_so_and_ends(
 ) -> None:
     sampler = HardwareSampler(tmp_path / "gone", gpus=[], every=0.01)
     sampler.start()
-    sampler.close()
+    end(sampler)
     assert capsys.readouterr().out.count("not sampled any more: FileNotFoundError") == 1
 
 
@@ -272,7 +278,7 @@ def test_the_command_shows_gpus_ports_and_the_slowest_rank(library: Path, tree: 
     )
     sampler.start()
     until(lambda: len(samples(sampler)) > 1)
-    sampler.close()
+    end(sampler)
     argv = ["jobs", "show", "--hardware", status.id, "--home", str(tree)]
     printed = CliRunner(env={"COLUMNS": "200"}).invoke(app, argv).stdout
     for text in ("rank 3 on n2, 3.0 times", "NVIDIA H100 0", "73%", "512.5", "power cap, heat",
@@ -300,7 +306,7 @@ async def test_replicas_are_sampled_on_their_nodes(tmp_path: Path) -> None:
     write_lines(attempt / "hardware.n2.jsonl", [{"event": "sample", "time": 1.0, "host.load": 3.0}])
     other, own = pool_hardware(home)
     assert own.node == f"replica-1 on {os.uname().nodename}" and other.node == "4 on n2"
-    assert len(own.series["host.load"]) == 4 and own.newest["host.memory_available_bytes"]
+    assert len(own.series["host.load"]) >= 4 and own.newest["host.memory_available_bytes"]
     assert len(own.series["host.rank_cores"]) >= 1, "the cores of the server are counted"
     command = ["status", "--hardware", "--home", str(home.root)]
     printed = CliRunner(env={"COLUMNS": "200"}).invoke(app, command).stdout
@@ -350,7 +356,8 @@ async def account(supervisor):
     file = LedgerFile(folder, "platform")
     keeping = asyncio.create_task(
         keep_ledger(file, lambda: replicas, lambda: 0, devices, every=0.01, beat=0.05))
-    await asyncio.sleep(0.02)
+    while not list(folder.glob("platform*")):  # until it is written, nobody measures
+        await asyncio.sleep(0.01)
     spend(30)
     replicas[2] = replicas[2] | {"joules": supervisor.state()["joules"]}
     await asyncio.sleep(0.1)

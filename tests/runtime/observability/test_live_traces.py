@@ -64,7 +64,8 @@ class Receiver:
 
 
 @pytest.fixture
-async def receiver() -> AsyncIterator[Receiver]:
+async def receiver(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Receiver]:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "120")  # or spans are dropped after 10 s
     receiver = Receiver()
     application = web.Application()
     application.router.add_route("*", "/{path:.*}", receiver.take)

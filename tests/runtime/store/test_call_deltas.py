@@ -138,7 +138,7 @@ async def test_a_forgotten_run_begins_anew(tmp_path: Path) -> None:
     await store.append(events[:2])
     await store.forget(["r"], "wanted")
     for event in events[2:]:
-        await store.append([event.model_copy(update={"time": event.time + 60})])
+        await store.append([event.model_copy(update={"time": event.time + 3600})])
     assert [e["body"].get("after", {}).get("call") for e in written(store)[-2:]] == [None, "r-c2"]
     assert store.body("r-c3") == events[3].body
     await store.close()

@@ -182,7 +182,7 @@ async def test_a_request_that_is_refused_uses_up_no_answer(tmp_path: Path, why: 
             for _ in range(2):
                 assert (await gateway.ask([*more, *says("too long")])).status == 400
         else:
-            engine.delay = 30.0
+            engine.delay = 600.0
             for _ in range(2):
                 leaving = [
                     asyncio.create_task(gateway.ask([*turns, *says("no turn")])) for _ in range(2)
@@ -314,6 +314,18 @@ def test_only_so_many_are_remembered() -> None:
         turns = [*messages, {"role": "assistant", "content": f"a{number}"}, *says("?")]
         found.append(conversations.find(chain(turns, ""), turns))
     assert [known and known.run_id for known in found] == [None, "run_1", "run_2"]
+
+
+@pytest.mark.parametrize("texts", [("4", "42"), ("42", "4")])
+def test_of_answers_that_begin_alike_the_whole_one_is_meant(texts: tuple[str, str]) -> None:
+    """In whatever order they were recorded: each conversation goes on in its own run."""
+    conversations, asked = Conversations(), says("6 * 7?")
+    for text in texts:
+        conversations.learn(chain(asked, "")[-1], f"run_{text}", [], text)
+    for text in ("42", "4"):
+        turns = [*asked, {"role": "assistant", "content": text}, *says("Sure?")]
+        known = conversations.find(chain(turns, ""), turns)
+        assert known is not None and known.run_id == f"run_{text}"
 
 
 def test_empty_fields_and_the_order_of_keys_make_no_difference() -> None:

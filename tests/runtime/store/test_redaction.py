@@ -436,7 +436,6 @@ def test_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)  # one that goes back over what it read would need days
 @pytest.mark.parametrize(
     "piece",
     [
@@ -448,6 +447,7 @@ def test_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )  # fmt: skip
 def test_no_text_takes_forever(piece: str) -> None:
+    """A pattern that goes back over what it read would need days."""
     text = piece * (200_000 // len(piece))
     all_kinds().apply(call(message={"role": "assistant", "content": text}, reply=text))
     for _, substitute in Sensitive(frozenset(KINDS)).substitutes():

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.calculator import calculator
 from tests.support.scripted_platform import platform
+from tests.support.waiting import until
 
 #: Those that write a run, or a pair, by itself.
 LINE_FORMATS = {
@@ -44,6 +46,9 @@ HISTORY: list[Message] = [
     {"role": "user", "content": "Earlier?"},
     {"role": "assistant", "content": "Earlier."},
 ]
+
+
+BEGUN = threading.Event()  # the tool that never answers
 
 
 @tool
@@ -65,7 +70,8 @@ def table(rows: int) -> list[dict[str, int]]:
 @tool
 async def forever() -> str:
     """Never answers."""
-    await asyncio.sleep(60)
+    BEGUN.set()
+    await asyncio.Event().wait()
     return "late"
 
 
@@ -147,9 +153,14 @@ async def _record(url: str) -> None:
             attempt=ATTEMPTS.get(name),
             seed=10 * ATTEMPTS[name] if name in ATTEMPTS else None,
         )
-        with contextlib.suppress(CrayError, TimeoutError):
-            await asyncio.wait_for(work, 3.0 if name == "stopped" else None)
+        task = asyncio.create_task(work)
+        if name == "stopped":
+            await until(BEGUN.is_set)
+            task.cancel()
+        with contextlib.suppress(CrayError, asyncio.CancelledError):
+            await task
 
+    BEGUN.clear()
     await asyncio.gather(*map(run, SCRIPTS))
     await _told(engine)
     await engine.close()
