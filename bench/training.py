@@ -31,6 +31,7 @@ from cray_agents.training_jobs import Backend, Hyperparameters, JobSpec, Layout
 
 VOCAB, TOKENS, BATCH = 4096, 256, 8  # the vocabulary; of a sequence, in the mean; sequences a step
 STEPS = 3  # in a measurement
+PROMPT, ANSWER = 400, 32  # tokens of a group's prompt, and of each answer to it
 HYPER = Hyperparameters(steps=10**6, batch_size=BATCH, learning_rate=1e-4, init="random")
 
 
@@ -56,6 +57,10 @@ async def main(home: Path) -> None:
             "transformers, padded": theirs.speed,
         }
         await side_by_side("the same, chats, both backends", "tokens/s", sides)
+    with Side("trainer-groups", home) as ours, Side("trainer-groups-each", home) as theirs:
+        sides = {"once": ours.speed, "with each answer": theirs.speed}
+        what = f"the same, {BATCH} answers of {ANSWER} tokens to a prompt of {PROMPT}: the prompt"
+        await side_by_side(what, "tokens of answers/s", sides)
     with Side("trainer-two", home) as ours, Side("trainer", home) as theirs:
         sides = {"two data ranks": ours.speed, "one": theirs.speed}
         await side_by_side("the same, equal", "tokens/s", sides)
@@ -92,7 +97,12 @@ def sequences(shape: str) -> list[list[int]]:
         "equal": np.full(count, TOKENS),
         "uniform": random.integers(16, 2 * TOKENS - 15, count),
         "chats": np.exp(random.normal(np.log(180), 0.8, count)).clip(16, 4 * TOKENS),
+        "groups": np.full(count, ANSWER),
     }[shape]
+    if shape == "groups":
+        prompts = [random.integers(0, VOCAB, PROMPT).tolist() for _ in range(count // BATCH)]
+        answers = [random.integers(0, VOCAB, ANSWER).tolist() for _ in range(count)]
+        return [prompts[place // BATCH] + answer for place, answer in enumerate(answers)]
     # the last token is only ever a target
     return [random.integers(0, VOCAB, int(size) + 1).tolist() for size in sizes]
 
@@ -148,14 +158,17 @@ def serve(
         timed(STEPS)
 
 
-def trainer(home: Path, ranks: int, shape: str, backend: Backend = "megatron") -> None:
+def trainer(
+    home: Path, ranks: int, shape: str, backend: Backend = "megatron", *, share: bool = True
+) -> None:
     """Our side: ranks forked as a job forks them."""
     from cray_agents.trainers.job.launch import find_placement, run_ranks
     from cray_agents.trainers.models.megatron_fixes import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()
-    work = partial(trainer_rank, home / "model", Layout(data=ranks), shape, backend, os.dup(1))
+    layout, out = Layout(data=ranks), os.dup(1)
+    work = partial(trainer_rank, home / "model", layout, shape, backend, share, out)
     run_ranks(find_placement(ranks, "bench"), home / "logs", work)
 
 
@@ -164,6 +177,7 @@ def trainer_rank(
     layout: Layout,
     shape: str,
     backend: Backend,
+    share: bool,
     out: int,
     rank: int,
     store: Any,
@@ -182,7 +196,13 @@ def trainer_rank(
     join_ranks(layout, rank, layout.world, store, on_cpu=True)
     hyper = HYPER if backend == "megatron" else HYPER.model_copy(update={"init": "parent"})
     training = RankTraining(read_architecture(parent, backend), layout, hyper, parent, on_cpu=True)
-    known = BaselineLogprobs(Samples.of(sequences(shape)))
+    training.shares_prompts &= share
+    rows = sequences(shape)
+    samples = Samples.of(rows)
+    if shape == "groups":
+        masks = [np.repeat(np.float32([0, 1]), (PROMPT, len(row) - PROMPT)) for row in rows]
+        samples = Samples.of(rows, masks).grouped()
+    known = BaselineLogprobs(samples)
     serve(lambda: training.step(known).tokens, out, broadcast_from_rank0)
     return 0
 
@@ -274,8 +294,10 @@ SIDES: dict[str, Callable[[Path], None]] = {
     "backend-chats": partial(trainer, ranks=1, shape="chats", backend="transformers"),
     "transformers": partial(transformers, shape="equal"),
     **{
-        f"trainer-{shape}": partial(trainer, ranks=1, shape=shape) for shape in ("uniform", "chats")
+        f"trainer-{shape}": partial(trainer, ranks=1, shape=shape)
+        for shape in ("uniform", "chats", "groups")
     },
+    "trainer-groups-each": partial(trainer, ranks=1, shape="groups", share=False),
     **{
         f"transformers-{shape}": partial(transformers, shape=shape)
         for shape in ("uniform", "chats")
