@@ -138,13 +138,15 @@ def test_versions_promotions_and_aliases(home: Home, tmp_path: Path) -> None:
 def test_another_process_promotes(
     home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    interval = "cray_agents.runtime.registry.registry.REFRESH_INTERVAL"
+    monkeypatch.setattr(interval, 1e9)
     ours, theirs = Registry(home), Registry(home)
     add(ours, model(tmp_path / "a"))
     add(theirs, model(tmp_path / "b", b"better"))
     ours.promote("calc", 1)
     theirs.promote("calc", 2)
     assert ours.resolve("calc").id == "calc@1"  # read a moment ago
-    monkeypatch.setattr("cray_agents.runtime.registry.registry.REFRESH_INTERVAL", 0.0)
+    monkeypatch.setattr(interval, 0.0)
     assert ours.resolve("calc").id == "calc@2"
 
 
