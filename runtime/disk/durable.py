@@ -173,9 +173,8 @@ def keep_newest(megatron: Path, count: int) -> None:
 def size_of(folder: Path) -> int:
     """Return the bytes of all files below a folder; files that vanish meanwhile count 0."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.lstat().st_size if not path.is_dir() else 0
-        except FileNotFoundError:
-            continue
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += Path(place, name).lstat().st_size
     return total
