@@ -160,14 +160,14 @@ def test_a_slow_look_hides_no_promotion(
 
     def read_slowly(folder: Path, *more: Any) -> Any:
         records = read(folder, *more)
-        if threading.current_thread() is looking and folder.name == "history":
+        if threading.current_thread().name == "looking" and folder.name == "history":
             looked.set()
             go.wait(60)
         return records
 
     monkeypatch.setattr(registry_module, "_read_numbered", read_slowly)
     monkeypatch.setattr(registry_module, "REFRESH_INTERVAL", 1e9)
-    looking = threading.Thread(target=registry._read, args=("calc",))
+    looking = threading.Thread(target=registry._read, args=("calc",), name="looking")
     looking.start()
     assert looked.wait(60)
     promoting = threading.Thread(target=registry.promote, args=("calc", 2))
