@@ -15,6 +15,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -128,8 +129,9 @@ def _files(
 ) -> Iterator[bytes]:
     """Yield a file, or a folder as a tar, made whole before it is sent."""
     for left in home.exports.iterdir() if home.exports.exists() else ():  # of killed exports
-        if time.time() - left.stat().st_mtime > LEFT_SECONDS:
-            shutil.rmtree(left, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another export has ended
+            if time.time() - left.stat().st_mtime > LEFT_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
     folder = home.exports / new_id("export")
     name = f"{source.name}.{form.name}"
     if isinstance(form, LineFormat):

@@ -263,6 +263,7 @@ class RolloutQueue:
                 except (CrayError, OSError) as error:  # as on a full disk: it is tried again
                     log.error("the end of run %s was not recorded: %s", queued.spec.run_id, error)
             await asyncio.sleep(POLL_INTERVAL)
+        self._watching = None  # now: who asks before this task is done starts another one
 
     def _drop_unwanted(self, now: float) -> None:
         """Forget the runs that no worker has and no loop has asked for of late."""

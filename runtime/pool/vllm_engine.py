@@ -259,7 +259,7 @@ class VllmEngine:
         mode = "keep" if under_way else "abort"
         await self._control(f"/pause?mode={mode}&clear_cache=true")
         await self._reset_prefix_cache()
-        async with self._http.answer("GET", "/v1/models", timeout=5.0) as response:
+        async with self._http.answer("GET", "/v1/models", timeout=self._load_timeout) as response:
             models = orjson.loads(await response.read())["data"]
             adapters = [str(model["id"]) for model in models if model.get("parent")]
         for adapter in adapters:

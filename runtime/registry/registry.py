@@ -15,6 +15,7 @@ import re
 import shutil
 import stat
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -131,6 +132,7 @@ class Registry:
         self.home = home
         self._term = term
         self._models: dict[str, History] = {}
+        self._reading = threading.Lock()  # or a slow look would hide what came meanwhile
 
     def names(self) -> list[str]:
         """List the names in the registry's folder."""
@@ -428,16 +430,18 @@ class Registry:
     def _read(self, name: str) -> History:
         if not NAME.fullmatch(name):
             return History({}, {})
-        old = self._models.get(name)
-        folder = self.home.models / name
-        # events first: every version that they name exists by then
-        events = old.events if old else {}
-        for subfolder in ("promotions", "history"):  # older roots have promotions alone
-            events = _read_numbered(folder / subfolder, ModelEvent, events)
-        model = History(_read_numbered(folder, ModelVersion, old.versions if old else {}), events)
-        if model.versions:  # guessed names take no memory
-            self._models[name] = model
-        return model
+        with self._reading:
+            old = self._models.get(name)
+            folder = self.home.models / name
+            # events first: every version that they name exists by then
+            events = old.events if old else {}
+            for subfolder in ("promotions", "history"):  # older roots have promotions alone
+                events = _read_numbered(folder / subfolder, ModelEvent, events)
+            versions = _read_numbered(folder, ModelVersion, old.versions if old else {})
+            model = History(versions, events)
+            if model.versions:  # guessed names take no memory
+                self._models[name] = model
+            return model
 
 
 def _read_numbered(

@@ -16,7 +16,7 @@ from cray_agents.records import ProbePrompt, ProbeReport
 from cray_agents.runtime.pool import upkeep
 from cray_agents.runtime.pool.pool import Pool, SwapMode
 from tests.support.in_process_engine import InProcessEngine
-from tests.support.scripted_gateway import Paced, echo, served
+from tests.support.scripted_gateway import Paced, served
 from tests.support.scripted_pool import (
     Mortal,
     ask,
@@ -286,17 +286,23 @@ async def test_if_none_can_prove_it_all_serve_what_they_served(tmp_path: Path) -
         assert all(host.engine.loaded.count("m@2") == 3 for host in hosts)
 
 
-class Spoken(ScriptedEngine):
-    """Takes a few turns of the loop over each piece of a stream; its text is in the request."""
+class Spoken(Paced):
+    """Takes a few turns of the loop over each piece of a stream; its text is in the request.
+
+    A stream that has begun to speak goes on when the version `awaited` has been loaded.
+    """
+
+    awaited = ""
 
     def __init__(self) -> None:
-        super().__init__(lambda request: str(request["messages"][0]["content"]))
+        super().__init__(lambda request: str(request["messages"][0]["content"]), pause=0.001)
 
     async def answer(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         async with aclosing(super().answer(exchange)) as pieces:
             async for piece in pieces:
                 yield piece
-                await asyncio.sleep(0.001)
+                if exchange.samples[0].token_ids:
+                    await until(lambda: self.awaited in ("", *self.loaded))
 
 
 def text_and_versions(pieces: list[bytes]) -> tuple[str, set[str]]:
@@ -349,7 +355,8 @@ async def test_a_swap_under_32_streams_loses_and_doubles_nothing(
 async def test_kept_requests_go_on_under_the_old_weights_if_the_new_are_not_proven(
     tmp_path: Path,
 ) -> None:
-    host = Mortal(Spoken())
+    host = Mortal(engine := Spoken())
+    engine.awaited = "m@2"
     async with serving(tmp_path, host, swap_mode="keep") as pool:
         texts = [f"{number} " * 60 for number in range(8)]
 
@@ -367,16 +374,16 @@ async def test_kept_requests_go_on_under_the_old_weights_if_the_new_are_not_prov
         for asked in await asyncio.gather(*streams):
             assert (asked.samples[0].version, asked.samples[0].seams) == ("m@1", [])
         # twice in place; the old again, for them to end; and only then from scratch
-        assert host.engine.loaded == ["m@1", "m@2", "m@2", "m@1", "m@2", "m@1"]  # type: ignore[attr-defined]
+        assert engine.loaded == ["m@1", "m@2", "m@2", "m@1", "m@2", "m@1"]
         assert host.starts == 3
 
 
 async def test_a_call_is_recorded_with_where_the_weights_changed(tmp_path: Path) -> None:
-    async with served(tmp_path, Paced(echo, pause=0.002)) as gateway:
-        gateway.pool.swap_mode = "keep"
+    async with served(tmp_path, engine := Spoken()) as gateway:
+        gateway.pool.swap_mode, engine.awaited = "keep", "calc@2"
         text = "the same words again and again " * 20
         stream = asyncio.create_task(gateway.ask(text, stream=True))
-        await until(lambda: gateway.engine.active == 1)
+        await until(lambda: engine.pieces > 1)
         await gateway.pool.swap(checkpoint(tmp_path, 2), "calc@2", probe(2))
         reply = await stream
         assert text_and_versions([line for line in reply.body.split(b"\n\n") if line])[1] == {

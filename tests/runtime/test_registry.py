@@ -3,6 +3,7 @@
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Manifest
 from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.registry import registry as registry_module
 from cray_agents.runtime.registry.checkpoints import read_manifest, weights_sha256
 from cray_agents.runtime.registry.registry import Registry
 from tests.support.bare_models import bare_model
@@ -138,14 +140,43 @@ def test_versions_promotions_and_aliases(home: Home, tmp_path: Path) -> None:
 def test_another_process_promotes(
     home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(registry_module, "REFRESH_INTERVAL", 1e9)
     ours, theirs = Registry(home), Registry(home)
     add(ours, model(tmp_path / "a"))
     add(theirs, model(tmp_path / "b", b"better"))
     ours.promote("calc", 1)
     theirs.promote("calc", 2)
     assert ours.resolve("calc").id == "calc@1"  # read a moment ago
-    monkeypatch.setattr("cray_agents.runtime.registry.registry.REFRESH_INTERVAL", 0.0)
+    monkeypatch.setattr(registry_module, "REFRESH_INTERVAL", 0.0)
     assert ours.resolve("calc").id == "calc@2"
+
+
+def test_a_slow_look_hides_no_promotion(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry, read = three(home, tmp_path), registry_module._read_numbered
+    registry.promote("calc", 1)
+    looked, go = threading.Event(), threading.Event()
+
+    def read_slowly(folder: Path, *more: Any) -> Any:
+        records = read(folder, *more)
+        if threading.current_thread().name == "looking" and folder.name == "history":
+            looked.set()
+            go.wait(60)
+        return records
+
+    monkeypatch.setattr(registry_module, "_read_numbered", read_slowly)
+    monkeypatch.setattr(registry_module, "REFRESH_INTERVAL", 1e9)
+    looking = threading.Thread(target=registry._read, args=("calc",), name="looking")
+    looking.start()
+    assert looked.wait(60)
+    promoting = threading.Thread(target=registry.promote, args=("calc", 2))
+    promoting.start()
+    promoting.join(0.2)
+    go.set()
+    for thread in (looking, promoting):
+        thread.join()
+    assert registry.resolve("calc").id == "calc@2"
 
 
 def test_writers_at_once_get_numbers_of_their_own(home: Home, tmp_path: Path) -> None:

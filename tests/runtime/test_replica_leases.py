@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import AccessDenied, Displaces, PoolBusy
 from cray_agents.platform.client import Platform
+from cray_agents.runtime.gateway import replica_lease
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from tests.runtime.test_version_switcher import MODELS, change, register, says_version, versions_on
@@ -117,15 +119,24 @@ async def test_a_replica_receives_weights_for_a_holder_until_a_request_needs_it(
         assert made.received == ["job-1"] and versions_on(gateway) == ["calc@1"]
 
 
-@pytest.mark.slow
-async def test_a_holder_that_says_it_lives_keeps_what_it_staged(tmp_path: Path) -> None:
+async def test_a_holder_that_says_it_lives_keeps_what_it_staged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(replica_lease, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     async with served(tmp_path, engine()) as gateway:
         await register(gateway, tmp_path, b"second")
-        await change(gateway, "versions/2/stage", **{**FORCED, "seconds": 2})
-        renewed = {"holder": "me", "seconds": 600}
+        await change(gateway, "versions/2/stage", **FORCED)
+        clock[0], renewed = 500.0, {"holder": "me", "seconds": 600}
         assert (await gateway.call("POST", "/v1/pool/lease", json=renewed))[0] == 200
-        await asyncio.sleep(2.2)
-        assert versions_on(gateway) == ["calc@2"]
+        clock[0], versions = 1000.0, gateway.services.versions
+        versions.leases._changed.notify()  # it looks at the clock
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not versions._change_lock.locked() and versions_on(gateway) == ["calc@2"]
+        clock[0] = 1101.0
+        versions.leases._changed.notify()
+        await until(lambda: versions_on(gateway) == ["calc@1"])
 
 
 async def test_nobody_takes_what_another_one_holds(tmp_path: Path) -> None:

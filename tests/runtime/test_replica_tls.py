@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import unused_port
 
 from cray_agents.errors import EngineUnavailable, SetupError
 from cray_agents.runtime.disk import checksums
@@ -41,16 +40,15 @@ async def answering(files: TlsFiles) -> AsyncIterator[str]:
     heard.router.add_get("/secret", show_headers)
     runner = web.AppRunner(heard)
     await runner.setup()
-    port = unused_port()
-    await web.TCPSite(runner, "127.0.0.1", port, ssl_context=files.server_context()).start()
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=files.server_context()).start()
     try:
-        yield f"127.0.0.1:{port}"
+        yield f"127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
 
 
 async def asked(url: str, ca: Path | None) -> int:
-    http = Http(url, "s3cret", 10, None if ca is None else client_context(ca))
+    http = Http(url, "s3cret", 60, None if ca is None else client_context(ca))
     try:
         async with http.answer("GET", "/secret") as response:
             return response.status

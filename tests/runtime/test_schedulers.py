@@ -83,10 +83,11 @@ def test_failure_has_its_exit_code_and_the_name_can_be_queued_anew(scheduler, sh
 
 
 def test_a_live_name_is_not_queued_twice(scheduler, shell) -> None:
-    command = shell("echo once; sleep 1")
+    command = shell("echo once; until [ -e end ]; do sleep 0.05; done")
     assert scheduler.submit(command) == scheduler.submit(command)
     wait_until(lambda: "once" in text_of(command))
     assert scheduler.submit(command) == scheduler.status(command.name).id
+    Path(command.directory, "end").touch()
     assert end_of(scheduler, command.name).state == "succeeded"
     assert text_of(command) == "once\n"
 

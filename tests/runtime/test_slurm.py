@@ -23,7 +23,6 @@ from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.site_environment import missing_programs, with_shared_root
 from cray_agents.runtime.scheduler.slurm import NodeRoom, Slurm, read_node
-from cray_agents.runtime.scheduler.supervisor import descendants
 from tests.support.waiting import wait_until
 
 slurm = pytest.mark.slurm
@@ -221,7 +220,10 @@ def test_the_script_outlives_sigterm_and_refuses_a_second_start(
 def test_tasks_get_slurms_early_signal_and_have_time(home: Path, nodes: int) -> None:
     cluster = PrivateCluster(home, nodes=nodes, cpus=1)
     cluster.start()
-    script = "trap 'sleep 0.5; echo saved; exit 9' TERM; echo up; while :; do sleep 0.05; done"
+    # the first one that ends with an error has Slurm kill the other one
+    both = f"until [ $(grep -c ^saved job.log) = {nodes} ]; do sleep 0.05; done"
+    script = f"trap 'sleep 0.5; echo saved; {both}; exit 9' TERM; echo up"
+    script += "; while :; do sleep 0.05; done"
     with Slurm(home, cluster) as scheduler:
         wanted = command(home, script, nodes=nodes, ranks=nodes)
         job = scheduler.submit(wanted)
@@ -393,12 +395,10 @@ def test_a_killed_controller_comes_back_and_loses_no_running_job(home: Path) -> 
         assert scheduler.cluster
         scheduler.submit(command(home, "echo up; sleep 2; echo down"))
         wait_until(lambda: (home / "job.log").exists() and "up" in (home / "job.log").read_text())
-        (controller,) = [
-            pid
-            for pid in descendants(scheduler.cluster.pid)
-            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"slurmctld\0")
-        ]
-        os.kill(controller, signal.SIGKILL)
+        children = ["ps", "--ppid", str(scheduler.cluster.pid), "-o", "pid=,comm="]
+        rows = subprocess.run(children, capture_output=True, text=True, check=True).stdout
+        (controller,) = [row.split()[0] for row in rows.splitlines() if "slurmctld" in row]
+        os.kill(int(controller), signal.SIGKILL)
         state = end_of(scheduler).state
         text = (home / "job.log").read_text()
         assert text.count("up") == 1  # whatever the controller had saved: no second copy

@@ -61,7 +61,10 @@ class Shared:
 
 
 @pytest.fixture
-async def shared(tmp_path: Path) -> AsyncIterator[Shared]:
+async def shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> AsyncIterator[Shared]:
+    monkeypatch.setenv("CRAY_TEST_SLOW", str(getattr(request, "param", 1)))  # seconds of an answer
     replica = VllmProcess("m", SETTINGS, tmp_path / "replica.log")
     pool = Pool([replica])
     await pool.start(checkpoint(tmp_path, 1), "m@1", probe(1))
@@ -73,7 +76,7 @@ async def shared(tmp_path: Path) -> AsyncIterator[Shared]:
     await pool.stop()
 
 
-@pytest.mark.parametrize("mode", ["drain", "keep"])
+@pytest.mark.parametrize(("mode", "shared"), [("drain", 1), ("keep", 8)], indirect=["shared"])
 async def test_a_swap_loses_no_request_of_another_gateway(shared: Shared, mode: SwapMode) -> None:
     shared.pool.swap_mode = mode
     slow = await shared.begin("m@1")
@@ -88,6 +91,7 @@ async def test_a_swap_loses_no_request_of_another_gateway(shared: Shared, mode: 
     assert sample.version == "m@2"
 
 
+@pytest.mark.parametrize("shared", [8], indirect=True)
 async def test_a_swap_that_others_do_not_let_begin_leaves_all_as_it_was(shared: Shared) -> None:
     shared.pool._slots[0].drain_timeout = 0.1
     slow = await shared.begin("m@1")

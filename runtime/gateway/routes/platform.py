@@ -5,7 +5,6 @@ runtime/gateway/further_gateway.py, with the platform's own key, and for a proof
 """
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
@@ -262,7 +261,8 @@ def read_replica_log(
     """Return the last lines of a replica's log, also of an earlier start. They count from 0."""
     if replica >= len(services.pool.status()) + len(services.pool.spares_status()):
         raise NotFound(f"no replica {replica}: GET /v1/pool lists them", param="replica")
-    jobs = sorted((services.home.replicas / str(replica)).glob("*/job.txt"), key=os.stat)
+    texts = (services.home.replicas / str(replica)).glob("[0-9]*/job.txt")
+    jobs = sorted(texts, key=lambda text: int(text.parent.name))
     log = services.home.logs / f"replica-{replica}.log"
     return last_lines(jobs[-1] if jobs and not log.exists() else log, tail)
 

@@ -259,7 +259,8 @@ async def test_changes_are_streamed_and_resumed(gateway: Gateway) -> None:
     await gateway.call("DELETE", "/v1/trajectories/streamed")
     again = Reader(gateway, cursor)
     await again.saw("run", "streamed")
-    assert [e["change"] for e in again.events if e["id"] == "streamed"] == ["forgotten"]
+    seen = [e["change"] for e in again.events if (e["kind"], e["id"]) == ("run", "streamed")]
+    assert seen == ["forgotten"]  # the loop of that name may have been seen half written
     await again.close()
 
 

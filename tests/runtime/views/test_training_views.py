@@ -17,7 +17,7 @@ from cray_agents.runtime.views.job_hardware import JobHardware, thinned
 from cray_agents.runtime.views.view_records import JobSeries
 from tests.runtime.views.test_run_views import model_with_tokenizer
 from tests.support.datasets.dataset_runs import call, run_events, several, task
-from tests.support.scripted_gateway import Gateway, served
+from tests.support.scripted_gateway import Gateway, served, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -126,7 +126,7 @@ async def test_a_job_has_its_nodes(gateway: Gateway, dataset: str) -> None:
         sampler = HardwareSampler(gateway.services.home.job(job["id"]), gpus=[], every=0.001)
         sampler.path = sampler.path.with_name(f"hardware.{node}.jsonl")
         sampler.start()
-        await asyncio.sleep(0.05)
+        await until(lambda file=sampler.path: file.exists() and file.read_bytes().count(b"\n") > 3)
         sampler.close()
     page = JobHardware.model_validate(await get(gateway, f"{path}?limit=2&points=3"))
     assert [node.node for node in page.nodes] == ["n1", "n2"] and page.has_more
