@@ -32,6 +32,7 @@ from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.calculator import calculator
 from tests.support.scripted_platform import platform
+from tests.support.waiting import until
 
 #: Those that write a run, or a pair, by itself.
 LINE_FORMATS = {
@@ -62,10 +63,14 @@ def table(rows: int) -> list[dict[str, int]]:
     return [{"row": row} for row in range(rows)]
 
 
+waiting: list[bool] = []  # an entry for each call of `forever` whose run is to be cancelled
+
+
 @tool
 async def forever() -> str:
     """Never answers."""
-    await asyncio.sleep(60)
+    waiting.append(True)
+    await asyncio.sleep(3600)
     return "late"
 
 
@@ -147,8 +152,12 @@ async def _record(url: str) -> None:
             attempt=ATTEMPTS.get(name),
             seed=10 * ATTEMPTS[name] if name in ATTEMPTS else None,
         )
-        with contextlib.suppress(CrayError, TimeoutError):
-            await asyncio.wait_for(work, 3.0 if name == "stopped" else None)
+        running = asyncio.ensure_future(work)
+        if name == "stopped":
+            await until(lambda: waiting and waiting.pop())
+            running.cancel()
+        with contextlib.suppress(CrayError, asyncio.CancelledError):
+            await running
 
     await asyncio.gather(*map(run, SCRIPTS))
     await _told(engine)
