@@ -31,7 +31,8 @@ def revive_node(cluster: PrivateCluster, node: str) -> None:
 def signal_slurmd(cluster: PrivateCluster, node: str, number: signal.Signals) -> None:
     for pid, words, _ in processes(cluster):
         if words.startswith("slurmd") and words.split()[-1] == node:
-            os.kill(pid, number)
+            with suppress(ProcessLookupError):  # what it forked to start a step bears its name, too
+                os.kill(pid, number)
 
 
 def on(node: str, variables: list[str]) -> bool:

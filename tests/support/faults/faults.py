@@ -191,7 +191,7 @@ class Faults:
     def _nodes_of_session(self) -> set[str]:
         found = set()
         for pid in self._launchers():
-            with suppress(OSError):  # it has ended
+            with suppress(OSError, ValueError):  # it has ended, or is about to: no environment
                 found.add(node_of(pid))
         return found
 
