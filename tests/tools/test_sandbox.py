@@ -180,7 +180,7 @@ async def test_no_attack_works_beside_a_folder_that_is_given(
 
 async def test_without_a_sandbox_they_work(site: Site) -> None:
     """So each of them is real: it is the sandbox that holds it off."""
-    none = Sandbox(layer="none", unsandboxed=True)
+    none = Sandbox(layer="none", unsandboxed=True, seconds=60)
     results = await attack(none, site, env={"SECRET_KEY": "sk-1"})
     real = {"read a file", "read a key of root", "read a process's arguments", "make hidden memory",
             "make shared memory", "connect to a unix socket", "connect to an abstract socket",

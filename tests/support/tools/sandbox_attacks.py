@@ -31,7 +31,7 @@ def call(*arguments: Any) -> None:
 
 def connect(family: int, address: Any) -> None:
     with socket.socket(family) as client:
-        client.settimeout(60)
+        client.settimeout(30)
         client.connect(address)
         assert client.recv(2) == b"hi"
 
