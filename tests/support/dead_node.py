@@ -60,6 +60,7 @@ def depth_of(pid: int) -> int:
 
 
 def parent_of(pid: int) -> int:
+    """0: the process has ended."""
     with suppress(OSError):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
     return 0
