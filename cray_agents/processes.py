@@ -124,12 +124,13 @@ async def end_child(process: "Child", seconds: float) -> None:
         return
     with suppress(ProcessLookupError):
         process.terminate()
-    try:
+    with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await process.wait()
-    except TimeoutError:
+            return
+    with suppress(ProcessLookupError):  # both at once: it ended, and the time was up
         process.kill()
-        await process.wait()
+    await process.wait()
 
 
 async def end_group(process: "Child") -> None:

@@ -72,16 +72,25 @@ async def test_usage_comes_to_who_asks(gateway: Gateway) -> None:
 
 
 async def test_a_waiting_stream_is_kept_alive(tmp_path: Path) -> None:
-    async with served(tmp_path, ScriptedEngine(echo, delay=0.35)) as gateway:
-        reply = await gateway.ask("hello", stream=True)
-        assert reply.body.count(b": keep-alive\n\n") >= 2
-        assert reply.body.endswith(DONE)
+    heard = asyncio.Event()
+
+    async def waits(request: dict[str, Any]) -> str:
+        await heard.wait()
+        return "hello"
+
+    async with served(tmp_path, ScriptedEngine(waits), keep_alive=0.1) as gateway:
+        body = {"model": "calc", "messages": says("hello"), "stream": True}
+        async with gateway.http.post(gateway.url + CHAT, json=body) as response:
+            for _ in range(2):
+                assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
+            heard.set()
+            assert (await response.read()).endswith(DONE)
 
 
 @pytest.mark.slow
 async def test_a_stream_that_a_swap_holds_is_kept_alive(tmp_path: Path) -> None:
     engine = Paced(lambda request, version: f"I am {version}, and I take my time", pause=0.1)
-    async with served(tmp_path, engine) as gateway:
+    async with served(tmp_path, engine, keep_alive=0.01) as gateway:
         new = {"checkpoint": str(checkpoint(tmp_path / "new", b"better"))}
         await gateway.call("POST", "/v1/models/calc/versions", json=new)
         first = asyncio.create_task(gateway.ask("who?", stream=True))

@@ -31,7 +31,8 @@ def revive_node(cluster: PrivateCluster, node: str) -> None:
 def signal_slurmd(cluster: PrivateCluster, node: str, number: signal.Signals) -> None:
     for pid, words, _ in processes(cluster):
         if words.startswith("slurmd") and words.split()[-1] == node:
-            os.kill(pid, number)
+            with suppress(ProcessLookupError):  # what it forked to start a step bears its name, too
+                os.kill(pid, number)
 
 
 def on(node: str, variables: list[str]) -> bool:
@@ -59,6 +60,7 @@ def depth_of(pid: int) -> int:
 
 
 def parent_of(pid: int) -> int:
+    """0: the process has ended."""
     with suppress(OSError):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
     return 0

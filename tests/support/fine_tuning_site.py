@@ -5,7 +5,6 @@ test's own ScriptedTrainer is as good as the gateway's.
 """
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from cray_agents.paths import Home
 from cray_agents.testing import ScriptedEngine
 from tests.support.scripted_platform import PROBE, platform
 from tests.support.scripted_trainer import ScriptedTrainer
+from tests.support.waiting import wait_until
 
 METRICS = {"trained_tokens": 600, "seconds": 6.0}
 
@@ -65,19 +65,16 @@ class Site:
         )
 
     def until(self, job_id: str, *states: str) -> Any:
-        deadline = time.monotonic() + 90
-        while (job := self.client.fine_tuning.jobs.retrieve(job_id)).status not in states:
-            assert time.monotonic() < deadline, job
-            time.sleep(0.02)
-        return job
+        def found() -> Any:
+            job = self.retrieve(job_id)
+            return job if job.status in states else None
+
+        return wait_until(found, lambda: str(self.retrieve(job_id)))
 
     def submitted(self, lines: list[Any] | bytes = LINES, **options: Any) -> Any:
         """A job whose training job is submitted, and stands still."""
         created = self.create(lines, **options)
-        deadline = time.monotonic() + 90
-        while "scheduler" not in (self.retrieve(created.id).metadata or {}):
-            assert time.monotonic() < deadline, self.retrieve(created.id)
-            time.sleep(0.02)
+        wait_until(lambda: "scheduler" in (self.retrieve(created.id).metadata or {}))
         return self.retrieve(created.id)
 
     def retrieve(self, job_id: str) -> Any:

@@ -155,17 +155,19 @@ def keep(link: socket.socket) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     size, handles, _, _ = socket.recv_fds(link, 4, 4, socket.MSG_WAITALL)
     body = link.recv(int.from_bytes(size, "little"), socket.MSG_WAITALL)
+    asking = int.from_bytes(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), "little")
     keeper, pid = os.getpid(), os.fork()
     if pid == 0:
+        Path(f"{link.getsockname()}-{asking}").write_text(str(os.getpid()))
         link.close()
         run(keeper, handles, *json.loads(body))
     for handle in handles:
         os.close(handle)
     link.sendall(pid.to_bytes(4, "little"))
     readable, _, _ = select.select([link.fileno(), os.pidfd_open(pid)], [], [])
-    with contextlib.suppress(ProcessLookupError):
-        if link.fileno() in readable:
-            os.killpg(pid, signal.SIGKILL)
+    for kill in (os.kill, os.killpg) if link.fileno() in readable else ():
+        with contextlib.suppress(ProcessLookupError):  # it may not lead its group yet
+            kill(pid, signal.SIGKILL)
     status = os.waitpid(pid, 0)[1]
     with contextlib.suppress(OSError):
         link.sendall(status.to_bytes(4, "little"))

@@ -40,6 +40,6 @@ class Named:
 
 def routed(engines: Sequence[Any], *, shared: bool = True) -> tuple[RequestRouter, list[Any]]:
     replicas: list[Any] = [Named(engine) for engine in engines]
-    router = RequestRouter(replicas, ChangeNotifier(), 1.0)
+    router = RequestRouter(replicas, ChangeNotifier(), 60.0)
     router.shared = shared
     return router, replicas

@@ -183,14 +183,13 @@ async def served(
     parts: dict[str, Any] = {
         "platform": {"version": "0.1.0"},
         "code": "code-1",
-        "keep_alive": 0.1,
+        "keep_alive": 60,  # a stream that was kept alive has status 200, whatever then fails
         "max_body": 200_000,
     }
     services = Services(home, Store(home), registry, trainer(home), pool, **parts | options)
     try:
-        # a connection is kept as `up` has it: longer than a client keeps one
         async with (
-            listening(create_app(services), log_level="warning", timeout_keep_alive=75) as url,
+            listening(create_app(services), log_level="warning") as url,
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
         ):
             try:

@@ -118,26 +118,31 @@ def _become_stranger() -> None:
 
 def say(place: Any, *said: bytes) -> list[str]:
     """What comes back for each of these, each on a connection of its own; "refused"."""
-    return say_everywhere([place], *said)
+    return _say_all([place], said, 60)  # who answers may be slow
 
 
 def say_everywhere(places: list[Any], *said: bytes) -> list[str]:
-    """The same at several places at once, for a silent one is listened to for seconds."""
+    """The same at several places at once, where the silent ones are listened to for seconds."""
+    return _say_all(places, said, 5)
+
+
+def _say_all(places: list[Any], said: tuple[bytes, ...], seconds: int) -> list[str]:
     with ThreadPoolExecutor(32) as threads:
-        return list(threads.map(_say, *zip(*itertools.product(places, said), strict=True)))
+        pairs = zip(*itertools.product(places, said), strict=True)
+        return list(threads.map(_say, *pairs, itertools.repeat(seconds)))
 
 
-def _say(place: Any, said: bytes) -> str:
+def _say(place: Any, said: bytes, seconds: int) -> str:
     family = socket.AF_UNIX if isinstance(place, str) else socket.AF_INET
     with socket.socket(family) as connection:
-        connection.settimeout(5)
+        connection.settimeout(seconds)
         try:
             connection.connect(place)
         except OSError:
             return "refused"
-        connection.sendall(said)
         answer = b""
         with suppress(OSError):
+            connection.sendall(said)
             while piece := connection.recv(1 << 16):
                 answer += piece
         return answer.decode("latin-1")

@@ -94,8 +94,9 @@ def chromium() -> Iterator["Browser"]:
 
     with sync_playwright() as playwright:
         launched = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=FLAGS, ignore_default_args=["--hide-scrollbars"]
-        )
+            executable_path=CHROMIUM, args=FLAGS, timeout=WAIT,
+            ignore_default_args=["--hide-scrollbars"],
+        )  # fmt: skip
         yield launched
         launched.close()
 

@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from cray_agents.trainers.job.journal import JobJournal
+from tests.support.dead_node import parent_of
 from tests.support.faults.clients import Training
 from tests.support.faults.cluster import NODES, REPLICAS, VLLM, Cluster
 
@@ -191,7 +192,7 @@ class Faults:
     def _nodes_of_session(self) -> set[str]:
         found = set()
         for pid in self._launchers():
-            with suppress(OSError):  # it has ended
+            with suppress(OSError, ValueError):  # it has ended, or is about to: no environment
                 found.add(node_of(pid))
         return found
 
@@ -405,13 +406,6 @@ class Faults:
             lambda: pid not in (now := self._cluster.replicas()) and len(now) == REPLICAS,
             f"the successor of {pid}",
         )
-
-
-def parent_of(pid: int) -> int:
-    """0: the process has ended."""
-    with suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
-    return 0
 
 
 def node_of(pid: int) -> str:

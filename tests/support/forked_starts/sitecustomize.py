@@ -23,6 +23,7 @@ def main() -> None:
     if path is None or not os.path.exists(path):  # noqa: PTH110
         return
     import array
+    import contextlib
     import ctypes
     import json
     import signal
@@ -36,7 +37,8 @@ def main() -> None:
     link.connect(path)
     umask = os.umask(0)
     os.umask(umask)
-    mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
+    passed = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
+    mask = [int(n) for n in signal.pthread_sigmask(signal.SIG_BLOCK, passed)]  # until it passes on
     folder = os.getcwd()  # noqa: PTH109 - pathlib takes longer to import than all of this
     request = [sys.orig_argv[3:], dict(os.environ), folder, umask, mask]
     body = json.dumps(request).encode()
@@ -48,11 +50,15 @@ def main() -> None:
     )
     link.sendall(body)
     pid = int.from_bytes(link.recv(4, socket.MSG_WAITALL), "little")
-    with open(f"{path}-{os.getpid()}", "w") as note:  # noqa: PTH123
-        note.write(str(pid))
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+
+    def pass_on(number: int, frame: object) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended, and it is told how
+            os.kill(pid, number)
+
+    for number in passed:
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, frame: os.kill(pid, number))
+            signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     ended = link.recv(4, socket.MSG_WAITALL)
     code = os.waitstatus_to_exitcode(int.from_bytes(ended, "little")) if ended else 1
     if code < 0:
