@@ -21,7 +21,7 @@ from cray_agents.runtime.disk import durable
 
 PROGRAM = Path(__file__).with_name("supervisor.py")
 CLOSING_SECONDS = 1.5  # for another living owner, which may be closing
-PREDECESSOR_SECONDS = 8.0  # for a supervisor whose owner died, which ends within two
+PREDECESSOR_SECONDS = 30.0  # for a supervisor whose owner died, which ends within two if it can
 
 
 class Supervised:
