@@ -238,10 +238,12 @@ class Supervisor:
         for child in self.children.values():
             child.reason = child.reason or "its platform ended"
         end = time.monotonic() + LAST_SECONDS
-        while (left := descendants(os.getpid())) and time.monotonic() < end:
+        while left := descendants(os.getpid()):
             for pid in left:
                 send_signal(pid, signal.SIGKILL)
             self.reap()
+            if time.monotonic() > end:  # asked last: also after a pause all were killed and reaped
+                break
             time.sleep(0.01)
         if self.scratch:
             shutil.rmtree(self.scratch, ignore_errors=True)

@@ -407,10 +407,12 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]
         if total <= self._quota and not full:
             return
         wanted = _KEPT_SHARE * min(self._quota, total)
-        for _, size, path in sorted(files):
+        for used, size, path in sorted(files):
             if total <= wanted:
                 return
             with suppress(FileNotFoundError):
+                if path.stat().st_mtime > used:  # since it was looked at
+                    continue
                 path.unlink()
                 self._count(evicted_bytes=size)
             total -= size

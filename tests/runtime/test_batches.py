@@ -33,8 +33,9 @@ from cray_agents.runtime.gateway.http.api_keys import Keys
 from cray_agents.runtime.views.view_records import BatchErrors
 from cray_agents.server.compose import run_worker
 from cray_agents.testing import ScriptedEngine
-from tests.support.scripted_gateway import served
+from tests.support.scripted_gateway import served, until
 from tests.support.scripted_platform import platform
+from tests.support.waiting import wait_until
 
 ENDPOINT: Any = "/v1/chat/completions"
 ENDED = {"completed", "failed", "expired", "cancelled"}
@@ -107,6 +108,7 @@ def worker(home: Path, url: str, *words: str) -> Iterator[subprocess.Popen[bytes
     process = subprocess.Popen([*argv, "--parent", str(os.getpid())])
     try:
         yield process
+        wait_until(lambda: process.pid in pids(Home(home)) or process.poll() is not None)
         assert process.poll() is None, "the worker died"
         process.terminate()
         assert process.wait(100) == 0
@@ -115,14 +117,22 @@ def worker(home: Path, url: str, *words: str) -> Iterator[subprocess.Popen[bytes
         process.wait()
 
 
+def pids(home: Home) -> set[int]:
+    """Of the workers that have begun, and hear signals."""
+    paths = (home.batches / "workers").glob("worker_*.json")
+    return {int(orjson.loads(path.read_bytes())["pid"]) for path in paths}
+
+
 @pytest.mark.slow
 def test_a_batch_from_upload_to_output(tmp_path: Path) -> None:
-    with serving(tmp_path, ScriptedEngine(echo), workers=2) as client:
+    with serving(tmp_path, ScriptedEngine(echo), workers=0) as client, ExitStack() as running:
         asked = [line(f"c{number}", f"number {number}") for number in range(1200)]
         first, *others = jsonl(*asked).splitlines()  # after a mark, as Windows programs write it
         batch = client.submit(BOM_UTF8 + first, *others, metadata={"who": "test"})
         assert (batch.status, batch.metadata) == ("validating", {"who": "test"})
         assert batch.expires_at == batch.created_at + 86400
+        for _ in range(2):
+            running.enter_context(worker(client.home.root, client.url))
         batch = client.ended(batch)
         assert batch.status == "completed", batch
         assert batch.request_counts is not None
@@ -347,7 +357,7 @@ def test_a_cancelled_batch_keeps_what_is_done(tmp_path: Path) -> None:
         return "done"
 
     with serving(tmp_path, ScriptedEngine(slow)) as client:
-        batch = client.submit(*(line(f"c{number}") for number in range(700)))
+        batch = client.submit(*(line(f"c{number}") for number in range(2000)))
         client.until(batch, lambda _: answered > 200)
         assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
         cancelled = True
@@ -356,7 +366,7 @@ def test_a_cancelled_batch_keeps_what_is_done(tmp_path: Path) -> None:
         assert batch.cancelling_at and batch.cancelled_at
         good, bad = client.lines(batch.output_file_id), client.lines(batch.error_file_id)
         assert client.batches.cancel(batch.id).status == "cancelled"
-    assert len(good) + len(bad) == 700
+    assert len(good) + len(bad) == 2000
     assert good and bad
     counts = batch.request_counts
     assert counts and (counts.completed, counts.failed) == (len(good), len(bad))
@@ -407,7 +417,7 @@ def soon(client: Client, batch: Batch, seconds: int) -> None:
 
 @pytest.mark.slow
 def test_a_small_batch_does_not_wait_for_a_huge_one(tmp_path: Path) -> None:
-    with serving(tmp_path, ScriptedEngine(echo, delay=0.05)) as client:
+    with serving(tmp_path, ScriptedEngine(echo, delay=0.2)) as client:
         huge = client.submit(*(line(f"c{number}") for number in range(3000)))
         client.until(huge, lambda batch: bool(batch.request_counts.completed))  # type: ignore[union-attr]
         small = client.ended(client.submit(line("a"), line("b")))
@@ -475,7 +485,7 @@ def test_a_claim_from_another_machine_holds_for_its_lease(tmp_path: Path) -> Non
     claim.write_bytes(orjson.dumps(record))
     holder = Holder(home.batches / "workers", lease=30)
     assert holder.take(folder.claims, "00000000", 1) is None
-    os.utime(claim, (time.time() - 31,) * 2)
+    os.utime(claim, (holder.path.stat().st_mtime - 31,) * 2)
     assert holder.take(folder.claims, "00000000", 1) == 2
     assert claims.fences(folder.claims) == {"00000000": 2}
 
@@ -495,19 +505,11 @@ async def test_a_killed_worker_is_started_again(tmp_path: Path) -> None:
     home = Home(tmp_path / "home")
     keeper = BackgroundTasks()
     keeper.keep("batch worker", partial(run_worker, home, "http://127.0.0.1:9"))
-    first = await worker_pid(home, unlike=0)
+    (first,) = await until(lambda: pids(home))
     os.kill(first, 9)
-    second = await worker_pid(home, unlike=first)
+    (second,) = await until(lambda: pids(home) - {first})
     await keeper.close()
     assert not Path(f"/proc/{second}").exists()
-
-
-async def worker_pid(home: Home, unlike: int) -> int:
-    while True:
-        for path in (home.batches / "workers").glob("worker_*.json"):
-            if (pid := int(orjson.loads(path.read_bytes())["pid"])) != unlike:
-                return pid
-        await asyncio.sleep(0.05)
 
 
 @pytest.mark.slow

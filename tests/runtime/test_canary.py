@@ -141,6 +141,7 @@ async def test_it_is_rolled_back_when_it_fails(tmp_path: Path, script: Script) -
             failed += sum(b"broken" in reply.body for reply in replies.values())
             if (await kinds(gateway))[-1] == "canary_ended":
                 break
+        await until(lambda: gateway.services.registry.canary("calc") is None)
         _, history = await gateway.call("GET", "/v1/models/calc/history")
         ended = history["data"][-1]
         assert (ended["kind"], ended["who"]) == ("canary_ended", "canary")
@@ -210,6 +211,7 @@ async def test_it_is_rolled_back_when_rewards_fall_even_after_a_restart(
             await reward(gateway, list(replies.values()), worth)
             if "canary_ended" in await kinds(gateway):
                 break
+        await until(lambda: gateway.services.registry.canary("calc") is None)
         _, history = await gateway.call("GET", "/v1/models/calc/history")
         assert history["data"][-1]["reason"].startswith("rolled back: worse rewards: mean 0.2 of")
         await until(lambda: loaded_versions(gateway) == ["calc@1", "calc@1"])
@@ -232,6 +234,7 @@ async def test_it_is_rolled_back_when_scanners_find_more(tmp_path: Path, script:
                 assert (await gateway.call("POST", path, json=other))[0] == 200
             if "canary_ended" in await kinds(gateway):
                 break
+        await until(lambda: gateway.services.registry.canary("calc") is None)
         _, history = await gateway.call("GET", "/v1/models/calc/history")
         ended = history["data"][-1]
         assert ended["reason"].startswith("rolled back: worse findings: leak: ")

@@ -60,9 +60,10 @@ def test_from_a_file_to_a_model_that_answers(site: Site) -> None:
     assert hyper["learning_rate"] == pytest.approx(2e-3)  # the tiny model's hidden size is 128
 
     site.trainer.advance(training, 1)
+    begun = time.time()
     running = site.retrieve(job.id)
     assert running.status == "running"
-    assert running.estimated_finish == pytest.approx(time.time() + 3, abs=2)
+    assert begun + 1 < running.estimated_finish < time.time() + 5
     assert list(site.client.fine_tuning.jobs.checkpoints.list(job.id)) == []
 
     site.trainer.advance(training)

@@ -345,12 +345,12 @@ async def test_gateways_share_a_port_and_one_that_is_killed_takes_only_its_own_r
                 http = await stack.enter_async_context(aiohttp.ClientSession())
                 names[await name_of(http, first.url)] = http
         mine = {pid: http for name, http in names.items() for pid in [int(name.split(":")[-1])]}
-        body = {"model": "calc", "messages": says("a slow answer"), "stream": True}
+        body = {"model": "calc", "stream": True}
         kept, lost = [
             await stack.enter_async_context(
-                mine[gateway.process.pid].post(first.url + CHAT, json=body)
+                mine[gateway.process.pid].post(first.url + CHAT, json=body | {"messages": what})
             )
-            for gateway in (first, second)
+            for gateway, what in ((first, says("a slow answer")), (second, says("very slow")))
         ]
         await lost.content.readany()
         await second.kill()
@@ -373,7 +373,9 @@ async def test_a_gateway_without_its_starter_ends_when_another_platform_has_take
         site.gateways.remove(orphan)
         assert (await orphan.ask("hello")).status == 200  # no other one has come yet
         slow = asyncio.create_task(orphan.ask("a slow answer"))
-        await asyncio.sleep(0.2)
+        came = re.compile(rb"cray_requests_in_flight\S* [2-9]")  # beside the question itself
+        while not (slow.done() or came.search((await orphan.call("GET", "/metrics")).body)):
+            pass
         site.claim(site.controller.url, term=2)
         assert await orphan.process.wait() == 0
         assert (await slow).status == 200  # its requests ended first

@@ -31,6 +31,12 @@ from tests.support.scripted_gateway import (
 DONE = b"data: [DONE]\n\n"
 
 
+def streamed(gateway: Gateway, text: str, run: str = "", **fields: Any) -> Any:
+    """The response, to be read as it comes."""
+    body = {"model": "calc", "messages": says(text), "stream": True, **fields}
+    return gateway.http.post(f"{gateway.url}{run}{CHAT}", json=body)
+
+
 async def test_stream(gateway: Gateway) -> None:
     raw = await gateway.client().chat.completions.with_raw_response.create(
         model="calc", messages=says("one and two and three"), stream=True
@@ -71,47 +77,54 @@ async def test_usage_comes_to_who_asks(gateway: Gateway) -> None:
         assert usage.completion_tokens == 3 if options and usage else usage is None
 
 
+def held(go: asyncio.Event) -> ScriptedEngine:
+    """Says nothing as calc@1 until `go` is set."""
+
+    async def say(request: dict[str, Any], version: str) -> str:
+        if version == "calc@1":
+            await go.wait()
+        return f"I am {version}"
+
+    return ScriptedEngine(say)
+
+
 async def test_a_waiting_stream_is_kept_alive(tmp_path: Path) -> None:
-    heard = asyncio.Event()
-
-    async def waits(request: dict[str, Any]) -> str:
-        await heard.wait()
-        return "hello"
-
-    async with served(tmp_path, ScriptedEngine(waits), keep_alive=0.1) as gateway:
-        body = {"model": "calc", "messages": says("hello"), "stream": True}
-        async with gateway.http.post(gateway.url + CHAT, json=body) as response:
-            for _ in range(2):
-                assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
-            heard.set()
-            assert (await response.read()).endswith(DONE)
+    go = asyncio.Event()
+    async with (
+        served(tmp_path, held(go), keep_alive=0.1) as gateway,
+        streamed(gateway, "hello") as response,
+    ):
+        for _ in range(2):
+            assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
+        go.set()
+        assert (await response.read()).endswith(DONE)
 
 
 @pytest.mark.slow
 async def test_a_stream_that_a_swap_holds_is_kept_alive(tmp_path: Path) -> None:
-    engine = Paced(lambda request, version: f"I am {version}, and I take my time", pause=0.1)
-    async with served(tmp_path, engine, keep_alive=0.01) as gateway:
+    go = asyncio.Event()
+    async with served(tmp_path, held(go), keep_alive=0.01) as gateway:
         new = {"checkpoint": str(checkpoint(tmp_path / "new", b"better"))}
         await gateway.call("POST", "/v1/models/calc/versions", json=new)
         first = asyncio.create_task(gateway.ask("who?", stream=True))
-        await until(lambda: engine.active)
+        await until(lambda: gateway.engine.requests)
         promote = gateway.call("POST", "/v1/models/calc/promote", json={"version": 2})
         promotion = asyncio.create_task(promote)
         await until(lambda: gateway.pool.status()[0]["state"] == "swapping")
-        reply = await gateway.ask("who?", stream=True)
+        async with streamed(gateway, "who?") as response:
+            assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
+            go.set()
+            head, _, rest = (await response.read()).partition(b"data: ")
         assert (await promotion)[0] == 200
         assert b"I am cal" in (await first).body and b'"calc@1"' in (await first).body
-        head, _, rest = reply.body.partition(b"data: ")
-        assert head.count(b": keep-alive\n\n") >= 1 and b"data" not in head
+        assert b"data" not in head
         assert b'"calc@2"' in rest and b'"calc@1"' not in rest and rest.endswith(DONE)
 
 
 async def test_a_client_that_leaves_is_recorded_and_ends_the_request(tmp_path: Path) -> None:
     engine = Paced(echo, pause=0.02)
     async with served(tmp_path, engine, admission=Admission(1)) as gateway:
-        body = {"model": "calc", "messages": says("word " * 200), "stream": True}
-        headers = {"X-Run-Id": "run_gone"}
-        async with gateway.http.post(gateway.url + CHAT, json=body, headers=headers) as response:
+        async with streamed(gateway, "word " * 200, "/runs/run_gone") as response:
             async for line in response.content:
                 if b"word" in line:
                     break
@@ -197,9 +210,7 @@ async def test_a_reward_may_follow_the_finish_reason(tmp_path: Path, n: int) -> 
     """A client need not read on: the call is on record by then."""
     async with served(tmp_path, ScriptedEngine(echo)) as gateway:
         for number in range(5):
-            path = f"/runs/run_{number}{CHAT}"
-            body = {"model": "calc", "messages": says("one two three"), "stream": True, "n": n}
-            async with gateway.http.post(gateway.url + path, json=body) as response:
+            async with streamed(gateway, "one two three", f"/runs/run_{number}", n=n) as response:
                 left = n
                 async for line in response.content:
                     left -= b'"finish_reason":"stop"' in line
@@ -258,9 +269,8 @@ async def test_a_stream_without_its_last_event_has_failed(tmp_path: Path) -> Non
 async def test_all_is_well_is_said_when_it_is_recorded_and_not_before(tmp_path: Path) -> None:
     async with served(tmp_path, Paced(echo, pause=0.01)) as gateway:
         for number in range(5):
-            body = {"model": "calc", "messages": says(f"what is {number}?"), "stream": True}
-            path = f"/runs/run_{number}{CHAT}"
-            async with gateway.http.post(gateway.url + path, json=body) as response:
+            asked = f"what is {number}?"
+            async with streamed(gateway, asked, f"/runs/run_{number}") as response:
                 async for line in response.content:
                     if line.startswith(b"data: [DONE]"):
                         break
@@ -285,12 +295,13 @@ async def test_a_store_that_fails_in_mid_stream_ends_it_with_an_error(tmp_path: 
 
 
 async def test_a_client_that_reads_slowly_holds_up_nobody(tmp_path: Path) -> None:
-    async with served(tmp_path, ScriptedEngine(echo)) as gateway:
-        body = {"model": "calc", "messages": says("x" * 100_000), "stream": True}
-        async with gateway.http.post(gateway.url + CHAT, json=body) as response:
-            assert (await gateway.ask("quick")).text == "quick"
-            await until(lambda: len(gateway.store.runs()) == 2)  # recorded before it is read
-            assert (await response.read()).endswith(DONE)
+    async with (
+        served(tmp_path, ScriptedEngine(echo)) as gateway,
+        streamed(gateway, "x" * 100_000) as response,
+    ):
+        assert (await gateway.ask("quick")).text == "quick"
+        await until(lambda: len(gateway.store.runs()) == 2)  # recorded before it is read
+        assert (await response.read()).endswith(DONE)
 
 
 async def test_what_is_no_stream_option_is_refused(gateway: Gateway) -> None:

@@ -211,7 +211,7 @@ def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faults:
 async def test_after_malformed_answers_to_probes_the_engine_is_started_until_it_behaves(
     tmp_path: Path, faults: Faults, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host = VllmProcess("calc", replace(SETTINGS, start_timeout=3), tmp_path / "replica.log")
+    host = VllmProcess("calc", SETTINGS, tmp_path / "replica.log")
     async with served(tmp_path, host=host) as gateway:
         watch = gateway.pool._slots[0]
         for route, kind in (
@@ -221,11 +221,13 @@ async def test_after_malformed_answers_to_probes_the_engine_is_started_until_it_
             ("/update_weight_version", "cut off"),
         ):
             faults.set(**{route: KINDS[kind]})
+            host.settings = replace(SETTINGS, start_timeout=3)
             before = watch.restarts
             assert host._process is not None
             host._process.kill()
             await until(lambda before=before: watch.restarts >= before + 1)  # type: ignore[misc]
             assert (await gateway.call("GET", "/health/ready"))[0] == 503
+            host.settings = SETTINGS
             faults.set()
             async with asyncio.timeout(100):
                 while (await gateway.http.get(f"{gateway.url}/health/ready")).status != 200:  # noqa: ASYNC110

@@ -3,10 +3,10 @@
     python -m tests.support.scripted_server PARENT_PID --model DIR [--uds PATH] ...
 
 It takes the place of vllm_plugins/server.py (`EngineSettings.program`). It says its version and the
-last message; "slow" in that makes it take its time. "call NAME ARGUMENTS" asks for a tool's call. A
-pause without `keep` breaks its answers off. While it sleeps it scores nothing, and after level 2 it
-has no weights. With `--headless` it only lives. Weights that contain `NOT_TRAINED` give other
-logprobs than their probe.
+last message; "slow" in that makes it take its time, "very slow" 60 times that. "call NAME
+ARGUMENTS" asks for a tool's call. A pause without `keep` breaks its answers off. While it sleeps it
+scores nothing, and after level 2 it has no weights. With `--headless` it only lives. Weights that
+contain `NOT_TRAINED` give other logprobs than their probe.
 """
 
 import asyncio
@@ -137,7 +137,7 @@ class ScriptedServer:
         await self.proven.wait()
         text = body["messages"][-1]["content"]
         words = f"{self.label.partition(' ')[0]}: {text}".split(" ")
-        pause = SLOW / len(words) if "slow" in text else 0.0
+        pause = SLOW * (60 if "very slow" in text else "slow" in text) / len(words)
         name, tokens, versions = f"chatcmpl-{request.headers['X-Request-Id']}", 0, [[0, self.label]]
         stream = None
         if body.get("stream"):

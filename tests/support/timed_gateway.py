@@ -3,9 +3,9 @@
     python -m tests.support.timed_gateway HOME timed|quick
 
 It writes its URL and its keys' secrets as JSON on a line. `GET /slowest` is the slowest callback
-since the last such question, `GET /works` the client works that have begun and that wait. Where it
-is timed, the loop is asyncio's, whose callbacks can be; else uvloop's, as the platform's. The
-engine answers any API at once, with as many events as `max_tokens` says.
+since the last such question, `GET /works` the client works that have begun and that wait, and how
+each came and went. Where it is timed, the loop is asyncio's, whose callbacks can be; else uvloop's,
+as the platform's. The engine answers any API at once, with as many events as `max_tokens` says.
 """
 
 import asyncio
@@ -108,17 +108,29 @@ async def serve(home: Home, timed: Timed) -> None:
     await start_pool(pool, home, registry)
     store, trainer = Store(home), ScriptedTrainer(home, probe=PROBE)
     services = Services(home, store, registry, trainer, pool, api_keys="required")
+    made = {name: keys.create(name, role) for name, role in KEYS.items()}
+    names = {record.id: name for name, (record, _) in made.items()}
+    work, told, run = services.work, list[str](), services.work.run
+
+    async def noted(key: str, *call: Any, **how: bool) -> Any:
+        told.append(f"{names.get(key)} comes")
+        try:
+            return await run(key, *call, **how)
+        except asyncio.CancelledError:
+            told.append(f"{names.get(key)} leaves")
+            raise
+        finally:
+            told.append(f"{names.get(key)} ends")
 
     async def works(request: Request) -> Response:
-        work = services.work
         waiting = sum(len(queue) for queue in work._waiting.values())
-        return JSONResponse({"begun": work._begun, "waiting": waiting})
+        return JSONResponse({"begun": work._begun, "waiting": waiting, "told": told})
 
+    work.run = noted  # type: ignore[assignment, method-assign]
     app = create_app(services)
     app.router.routes += [Route("/slowest", timed.tell), Route("/works", works)]
-    secrets = {name: keys.create(name, role)[1] for name, role in KEYS.items()}
     async with listening(app) as url:
-        print(json.dumps({"url": url, "keys": secrets}), flush=True)
+        print(json.dumps({"url": url, "keys": {name: made[name][1] for name in made}}), flush=True)
         await asyncio.Event().wait()  # until it is killed
 
 
