@@ -12,19 +12,19 @@ from tests.test_layers import LINKED, ROOT, dotted, imported, is_module, modules
 
 #: What each measure may be at most.
 BOUNDS = {
-    "lines of source": 116_200,
+    "lines of source": 116_400,
     "modules of source": 527,
     "lines of the longest module": 600,
     "circles of folders": 0,
-    "lines of tests": 94_200,
+    "lines of tests": 94_650,
     "commands": 55,
     "parameters of commands": 239,
     "words of ARCHITECTURE.md": 3_000,
     "words of README.md": 900,
     "words of CHANGELOG.md": 300,
-    "words of BENCHMARKS.md": 3_000,
+    "words of BENCHMARKS.md": 3_150,
     "pages of docs": 17,
-    "words of docs": 21_500,
+    "words of docs": 21_750,
 }
 GENERATED = {"models.md", "status.md", "templates.md"}  # pages made by tests
 

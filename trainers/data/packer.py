@@ -163,10 +163,12 @@ def balance(costs: Sequence[int], ranks: int, limit: int) -> list[list[list[int]
 
 def heads_of(samples: Samples, indices: Sequence[int], *, share: bool) -> list[tuple[int, int]]:
     """Return for each sample of a micro-batch (head, number of tokens left out), as in Packed."""
+    if not share:
+        return [(place, 0) for place in range(len(indices))]
     first: dict[bytes, int] = {}
     found = []
     for place, index in enumerate(indices):
-        prompt = samples.prompt(index) if share else ()
+        prompt = samples.prompt(index)
         head = first.setdefault(prompt.tobytes(), place) if len(prompt) else place
         found.append((head, 0 if head == place else len(prompt)))
     return found
