@@ -40,7 +40,7 @@ def note_samples(notes: Notes) -> None:
     step_units = PLANNED
 
     def noting(
-        hyper: Hyperparameters, step: int, weights: npt.NDArray[np.float64], groups: Any
+        hyper: Hyperparameters, step: int, weights: npt.NDArray[np.float64], groups: Any = None
     ) -> list[int]:
         numbers = step_units(hyper, step, weights, groups)
         notes.add(step, numbers)
