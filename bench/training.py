@@ -200,8 +200,8 @@ def trainer_rank(
     rows = sequences(shape)
     samples = Samples.of(rows)
     if shape == "groups":
-        masks = [np.repeat(np.float32([0, 1]), (PROMPT, len(row) - PROMPT)) for row in rows]
-        samples = Samples.of(rows, masks).grouped()
+        mask = (np.arange(PROMPT + ANSWER) >= PROMPT).astype(np.float32)
+        samples = Samples.of(rows, [mask] * len(rows)).grouped()
     known = BaselineLogprobs(samples)
     serve(lambda: training.step(known).tokens, out, broadcast_from_rank0)
     return 0

@@ -112,7 +112,7 @@ async def serve(home: Home, timed: Timed) -> None:
     names = {record.id: name for name, (record, _) in made.items()}
     work, told, run = services.work, list[str](), services.work.run
 
-    async def noted(key: str, *call: Any, **how: bool) -> Any:
+    async def noted(key: str, *call: Any, **how: Any) -> Any:
         told.append(f"{names.get(key)} comes")
         try:
             return await run(key, *call, **how)

@@ -126,7 +126,8 @@ async def test_a_job_has_its_nodes(gateway: Gateway, dataset: str) -> None:
         sampler = HardwareSampler(gateway.services.home.job(job["id"]), gpus=[], every=0.001)
         sampler.path = sampler.path.with_name(f"hardware.{node}.jsonl")
         sampler.start()
-        await until(lambda file=sampler.path: file.exists() and file.read_bytes().count(b"\n") > 3)
+        file = sampler.path
+        await until(lambda file=file: file.exists() and file.read_bytes().count(b"\n") > 3)  # type: ignore[misc]
         sampler.close()
     page = JobHardware.model_validate(await get(gateway, f"{path}?limit=2&points=3"))
     assert [node.node for node in page.nodes] == ["n1", "n2"] and page.has_more

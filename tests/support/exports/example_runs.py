@@ -153,12 +153,12 @@ async def _record(url: str) -> None:
             attempt=ATTEMPTS.get(name),
             seed=10 * ATTEMPTS[name] if name in ATTEMPTS else None,
         )
-        task = asyncio.create_task(work)
+        running = asyncio.create_task(work)
         if name == "stopped":
             await until(BEGUN.is_set)
-            task.cancel()
+            running.cancel()
         with contextlib.suppress(CrayError, asyncio.CancelledError):
-            await task
+            await running
 
     BEGUN.clear()
     await asyncio.gather(*map(run, SCRIPTS))
