@@ -44,8 +44,8 @@ def table(arms: dict[str, list[dict[str, Any]]]) -> list[str]:
     """A row a kind of arm, with the mean of its seeds and its interval, and one for each seed."""
     names = [*arms["base"][0]["right"]]
     lines = [
-        "| arm | " + " | ".join(names) + " | minutes |",
-        "|---" * (len(names) + 2) + "|",
+        "| arm | " + " | ".join(names) + " | minutes | promoted |",
+        "|---" * (len(names) + 3) + "|",
     ]
     before = arms["base"][0]["right"]
     for kind, runs in arms.items():
@@ -60,12 +60,19 @@ def table(arms: dict[str, list[dict[str, Any]]]) -> list[str]:
             cells.append(cell)
         seeds = f", {len(runs)} seeds" if len(runs) > 1 else ""
         minutes = ", ".join(f"{run.get('seconds', 0) / 60:.0f}" for run in runs)
-        lines.append(f"| {KINDS[kind]}{seeds} | {' | '.join(cells)} | {minutes} |")
+        kept = ", ".join(promoted(run) for run in runs)
+        lines.append(f"| {KINDS[kind]}{seeds} | {' | '.join(cells)} | {minutes} | {kept} |")
         for run in runs if len(runs) > 1 else []:
             alone = [f"{interval([run['right'][name]])[0]:.3f}" for name in names]
-            lines.append(f"| seed {run['seed']} | {' | '.join(alone)} | |")
+            lines.append(f"| seed {run['seed']} | {' | '.join(alone)} | | |")
     sizes = ", ".join(f"{name} {len(before[name])}" for name in names)
     return [*lines, "", f"Tests: {sizes}. In brackets: 95 % intervals over tasks."]
+
+
+def promoted(run: dict[str, Any]) -> str:
+    """The number of versions that a loop promoted; without any its marks are the base's."""
+    learned = [each["promoted"] for each in run.get("iterations", ())[1:]]
+    return f"{sum(learned)} of {len(learned)}" if learned else ""
 
 
 def categories(results: Path) -> list[str]:
