@@ -99,8 +99,13 @@ def model() -> Path:
 
 
 def _platform(home: Path) -> Any:
-    """The platform of a stage; its folder begins with the model, unless it has versions."""
-    return measure.platform(home, None if (home / "models").exists() else model())
+    """The platform of a stage."""
+    return measure.platform(home, _beginning(home))
+
+
+def _beginning(home: Path) -> Path | None:
+    """What a stage's folder begins with; None if it has versions."""
+    return None if (home / "models").exists() else model()
 
 
 def _entries(part: str, most: dict[str, int], longest: int | None = None) -> list[dict[str, Any]]:
@@ -231,7 +236,8 @@ def trl(seed: int) -> None:
     name, chosen = f"trl-{seed}", calling()
     seconds = 60 if TINY else _needed("grpo-0")["seconds"]
     _needed("base")
-    begin, folder = measure.checkpoint(FOLDER / "base"), FOLDER / name
+    base, folder = FOLDER / "base", FOLDER / name
+    begin = measure.checkpoint(base, _beginning(base))
     tasks = chosen.loop("grpo", seed, quick=TINY).tasks.split("train")
     temperature = _needed("prompt")["temperature"]
     learned = rival.learn(begin, chosen, tasks, folder, seed, seconds, temperature, TINY)

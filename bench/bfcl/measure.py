@@ -39,9 +39,9 @@ async def promoted(where: Platform) -> Any:
     return version
 
 
-def checkpoint(home: Path) -> Path:
-    """The directory of the checkpoint that an arm's folder promotes."""
-    with platform(home) as where:
+def checkpoint(home: Path, model: Path | None = None) -> Path:
+    """The directory of the checkpoint that an arm's folder promotes. `model`: as of `platform`."""
+    with platform(home, model) as where:
         version = asyncio.run(_closed(where, promoted))
     return Home(home).checkpoint(version.checkpoint)
 

@@ -386,7 +386,7 @@ async def test_damaged_files_and_a_missing_folder_change_no_answer(shared: Share
 
 @real
 async def test_requests_in_flight_take_no_block_of_their_former_weights(shared: Shared) -> None:
-    (_, replica) = shared.replicas
+    (_, replica), long = shared.replicas, 1200  # tokens: some are still to come when it swaps
     prompts = [{"messages": [{"role": "user", "content": f"{n} 2 3 " * 60}]} for n in range(8)]
     asked = [one | {"temperature": 0, "max_tokens": 1} for one in prompts]
     await asyncio.gather(*(replica.chat("m@1", one) for one in asked))
@@ -394,7 +394,7 @@ async def test_requests_in_flight_take_no_block_of_their_former_weights(shared: 
     await forget(replica)
 
     async def answer(one: dict[str, Any]) -> SampledSequence:
-        request = one | {"max_tokens": 300, "ignore_eos": True}
+        request = one | {"max_tokens": long, "ignore_eos": True}
         exchange = EngineCall("/v1/chat/completions", request, new_id("x")[2:])
         assert [piece async for piece in replica.pool.answer("m@1", exchange)]
         return exchange.samples[0]
@@ -403,8 +403,9 @@ async def test_requests_in_flight_take_no_block_of_their_former_weights(shared: 
     await until(lambda: replica.pool.status()[0]["in_flight"] == len(tasks))
     await replica.swap("m@2")
     for sample in (await asyncio.gather(*tasks))[::3]:
-        before = sample.prompt_token_ids + sample.token_ids[:299]
-        truly = true_logprob(replica.models["m@2"], before, sample.token_ids[299])
-        assert sample.logprobs[299] == pytest.approx(truly, abs=1e-3)
+        assert [change.model for change in sample.seams] == ["m@2"], "it ended before the swap"
+        before = sample.prompt_token_ids + sample.token_ids[: long - 1]
+        truly = true_logprob(replica.models["m@2"], before, sample.token_ids[long - 1])
+        assert sample.logprobs[long - 1] == pytest.approx(truly, abs=1e-3)
     await replica.swap("m@1")
     assert (await ask(replica, "m@1", asked[0])).cached_tokens > 0
