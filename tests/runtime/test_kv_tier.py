@@ -386,7 +386,7 @@ async def test_damaged_files_and_a_missing_folder_change_no_answer(shared: Share
 
 @real
 async def test_requests_in_flight_take_no_block_of_their_former_weights(shared: Shared) -> None:
-    (_, replica), long = shared.replicas, 1200  # tokens: some are still to come when it swaps
+    (_, replica), long = shared.replicas, 600  # tokens: some are still to come when it swaps
     prompts = [{"messages": [{"role": "user", "content": f"{n} 2 3 " * 60}]} for n in range(8)]
     asked = [one | {"temperature": 0, "max_tokens": 1} for one in prompts]
     await asyncio.gather(*(replica.chat("m@1", one) for one in asked))
