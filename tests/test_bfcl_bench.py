@@ -54,13 +54,15 @@ def test_the_table_and_the_picture(tmp_path: Path, capsys: Any) -> None:
         (tmp_path / f"{name}.json").write_text(text)
 
     arm("base", "1000000000")
-    arm("rft-0", "1111000000", seed=0, seconds=600)
+    decided = [{"promoted": True}, {"promoted": False}, {"promoted": True}]
+    arm("rft-0", "1111000000", seed=0, seconds=600, iterations=decided)
     arm("rft-1", "1111110000", seed=1, seconds=660)
     report.publish(tmp_path, tmp_path / "bfcl.svg")
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith("| SmolLM2-135M-Instruct | 0.100 (0.02 to 0.40) | 0 |")
     assert lines[3].startswith("| cray-agents, rft, 2 seeds | 0.500 (0.24 to 0.76), +0.400 ± 0.28")
-    assert lines[4] == "| seed 0 | 0.400 | |"
+    assert lines[3].endswith("| 10, 11 | 1 of 2, - |")
+    assert lines[4] == "| seed 0 | 0.400 | | |"
     assert (tmp_path / "bfcl.svg").read_text().count("<rect") == 1 + 2 + 2
     (tmp_path / "base.json").unlink()
     with pytest.raises(SystemExit, match=r"has no base\.json yet"):

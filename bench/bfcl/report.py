@@ -70,9 +70,9 @@ def table(arms: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def promoted(run: dict[str, Any]) -> str:
-    """The number of versions that a loop promoted; without any its marks are the base's."""
+    """The number of versions that a loop promoted; if it is 0, its marks are the base's."""
     learned = [each["promoted"] for each in run.get("iterations", ())[1:]]
-    return f"{sum(learned)} of {len(learned)}" if learned else ""
+    return f"{sum(learned)} of {len(learned)}" if learned else "-"
 
 
 def categories(results: Path) -> list[str]:
