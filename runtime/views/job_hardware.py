@@ -6,7 +6,10 @@ is still written, is left out. Called by gateway/routes/jobs.py, `jobs show --ha
 `status --hardware`.
 """
 
+import fnmatch
+import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -121,7 +124,12 @@ def pool_hardware(home: Home, points: int = 600) -> list[NodeHardware]:
     """Return the nodes of all replicas, each under the replica's name and its own."""
     files: dict[str, list[Path]] = {}
     for folder in (home.logs, home.replicas):
-        for path in sorted(folder.rglob(f"{HARDWARE}*.jsonl"), key=lambda one: one.stat().st_mtime):
+        found = []
+        for place, _, names in os.walk(folder):
+            for path in (Path(place, name) for name in fnmatch.filter(names, f"{HARDWARE}*.jsonl")):
+                with suppress(FileNotFoundError):  # an older attempt is removed meanwhile
+                    found.append((path.stat().st_mtime, path))
+        for _, path in sorted(found):
             node = path.name.removeprefix(HARDWARE).removesuffix(".jsonl")
             name = f"{path.relative_to(folder).parts[0].partition('.')[0]} on {node}"
             files.setdefault(name, []).append(path)

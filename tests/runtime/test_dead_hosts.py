@@ -10,7 +10,7 @@ import pytest
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineUnavailable
 from cray_agents.ports import EngineCall
-from cray_agents.runtime.pool import job_lease, vllm_http
+from cray_agents.runtime.pool import job_lease, request_router, vllm_http
 from cray_agents.runtime.pool.job_lease import JobLease, LapseClock, write_lease
 from cray_agents.runtime.pool.replica_certificates import make_authority
 from cray_agents.runtime.pool.vllm_http import Http, client_context
@@ -63,8 +63,11 @@ class Unreachable:
         yield b""
 
 
-async def test_a_host_that_takes_no_connection_is_asked_once() -> None:
+async def test_a_host_that_takes_no_connection_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Every other call would wait for the same, until the lease of the host lapses."""
+    monkeypatch.setattr(request_router, "_SILENT", 600.0)
     gone, engine = Unreachable(), ScriptedEngine(lambda request: "yes")
     router, replicas = routed([gone, engine], shared=False)
     for number in range(20):

@@ -61,7 +61,11 @@ async def serve(home: Home, port: int, hold: float) -> None:
     with socket.create_server(("127.0.0.1", port), backlog=1024) as listener:
         print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
         config = uvicorn.Config(
-            create_app(services), log_config=None, log_level="error", lifespan="off"
+            create_app(services),
+            log_config=None,
+            log_level="error",
+            lifespan="off",
+            timeout_keep_alive=75,
         )
         await uvicorn.Server(config).serve(sockets=[listener])
     await pool.stop()

@@ -105,7 +105,9 @@ async def serve(home: Home, port: int) -> None:
     pool = Pool([InProcessEngine(ScriptedEngine(echo, delay=0.01))], wait_timeout=2)
     services = Services(home, Store(home), registry, TimedTrainer(home, 0.3), pool)
     await start_pool(pool, home, registry)
-    config = uvicorn.Config(create_app(services), port=port, log_level="error", lifespan="off")
+    config = uvicorn.Config(
+        create_app(services), port=port, log_level="error", lifespan="off", timeout_keep_alive=75
+    )
     await uvicorn.Server(config).serve()
 
 

@@ -145,7 +145,13 @@ async def serve(home: Home, port: int) -> None:
         pool = Pool([InProcessEngine(ScriptedEngine(["."]))])
         services = Services(home, Store(home), registry, trainer, pool)
         await start_pool(pool, home, registry)
-        config = uvicorn.Config(create_app(services), port=port, log_level="error", lifespan="off")
+        config = uvicorn.Config(
+            create_app(services),
+            port=port,
+            log_level="error",
+            lifespan="off",
+            timeout_keep_alive=75,
+        )
         await uvicorn.Server(config).serve()
 
 
