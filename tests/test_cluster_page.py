@@ -32,7 +32,7 @@ def test_the_page_leads_to_a_decision(tmp_path: Path) -> None:
     shared.mkdir()
     [settings] = blocks(page, "toml")
     (shared / "cray-agents.toml").write_text(settings)
-    cluster = PrivateCluster(tmp_path / "slurm", nodes=2, cpus=1, gpus=[])
+    cluster = PrivateCluster(tmp_path / "slurm", nodes=2, cpus=2, gpus=[])
     cluster.start()
     variables = {"CRAY_AGENTS_PORT": "0", "SLURM_CONF": str(cluster.configuration)}
     said: dict[str, str] = {}
