@@ -133,10 +133,10 @@ def test_it_trains_and_registers_and_the_second_time_trains_nothing(site: Site) 
 @pytest.mark.megatron
 def test_what_dies_is_started_again_and_ctrl_c_saves(site: Site, monkeypatch: Any) -> None:
     monkeypatch.setenv("CRAY_AGENTS_SCHEDULER", "local")
-    wanted = ["--steps", 4000, "--set", "save_every=5", "--layout", "data=1"]
+    wanted = ["--steps", 400, "--set", "save_every=5", "--layout", "data=1"]
     with site.submitting(*wanted) as process:
         assert process.stdout is not None and process.stderr is not None
-        _read_until(process.stdout, "step   11/4000")  # so step 5 is saved
+        _read_until(process.stdout, "step  11/400")  # so step 5 is saved
         os.kill(json.loads((site.journal.folder / "attempts" / "1").read_bytes())["pid"], 9)
         _read_until(process.stdout, "attempt 2 starts after step")
         _read_until(process.stdout, "step ")
@@ -145,7 +145,7 @@ def test_what_dies_is_started_again_and_ctrl_c_saves(site: Site, monkeypatch: An
         said = process.stderr.read()
         assert process.wait() == 130, said
     stopped = site.journal.step
-    assert 5 <= stopped < 4000 and f"saved after step {stopped} of 4000" in said
+    assert 5 <= stopped < 400 and f"saved after step {stopped} of 400" in said
     assert site.journal.paused and site.journal.resume_points
 
     with site.submitting(*wanted) as process:  # alone: another one is refused
