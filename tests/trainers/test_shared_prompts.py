@@ -43,11 +43,11 @@ def grouped(groups: list[tuple[int, int]], seed: int = 3) -> Samples:
 
 def inputs_of(packed: Packed, place: int) -> tuple[list[int], list[int]]:
     """The tokens and positions that a sequence attends to, its own and those that it left out."""
-    head, left_out = packed.heads[place], packed.left_out[place]
+    head, shared_tokens = packed.heads[place], packed.shared_tokens[place]
     begin = packed.bounds[head]
     own = slice(packed.bounds[place], packed.bounds[place + 1])
     return tuple(  # type: ignore[return-value]
-        [*array[begin : begin + left_out].tolist(), *array[own].tolist()]
+        [*array[begin : begin + shared_tokens].tolist(), *array[own].tolist()]
         for array in (packed.tokens, packed.positions)
     )
 
@@ -75,12 +75,12 @@ def test_every_sample_is_whole_and_prompts_are_packed_once(
                 assert tokens == samples.tokens[i][:-1].tolist()
                 assert positions == [*range(len(tokens))]
                 own = slice(packed.bounds[place], packed.bounds[place + 1])
-                rest = packed.left_out[place] + 1
+                rest = packed.shared_tokens[place] + 1
                 assert packed.labels[own].tolist() == samples.tokens[i][rest:].tolist()
                 assert packed.mask[own].tolist() == samples.masks[i][rest:].tolist()
                 assert packed.mask[own].sum() == samples.marks[i]  # none is left out
                 size = int((samples.masks[i] == 0).sum()) - 1
-                if size >= LEAST_SHARED and not packed.left_out[place]:
+                if size >= LEAST_SHARED and not packed.shared_tokens[place]:
                     prompts.append(tuple(samples.tokens[i][:size].tolist()))
                 found.append(i)
             assert len(prompts) == len(set(prompts))

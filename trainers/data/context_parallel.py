@@ -36,7 +36,7 @@ class ContextShard(Packed):
     def sizes(self) -> tuple[int, int]:
         """The sum over its tokens of their sequences' lengths, and the number of its tokens."""
         real = self.sequence[self.places >= 0]
-        lengths = np.diff(self.bounds) + self.left_out
+        lengths = np.diff(self.bounds) + self.shared_tokens
         return int(lengths[real].sum()), len(real)
 
 
@@ -62,14 +62,14 @@ def share(packed: Packed, rank: int, ranks: int, multiple: int = 1) -> ContextSh
     return ContextShard(
         tokens=mine(packed.tokens),
         labels=mine(packed.labels),
-        positions=positions + packed.left_out[sequence],
+        positions=positions + packed.shared_tokens[sequence],
         sequence=sequence,
         places=places,
         mask=mine(packed.mask),
         columns={name: mine(values) for name, values in packed.columns.items()},
         bounds=np.concatenate([[0], np.cumsum(filled)]).astype(np.int32),
         chosen=packed.chosen,
-        left_out=packed.left_out,
+        shared_tokens=packed.shared_tokens,
         heads=packed.heads,
         routes=None
         if packed.routes is None

@@ -84,7 +84,7 @@ class Packed:
     mask: Floats
     columns: dict[str, Floats]
     chosen: Floats  # [sequences]
-    left_out: Ints  # [sequences]: the number of its first tokens that are left out
+    shared_tokens: Ints  # [sequences]: the number of its first tokens that its head has for it
     heads: Ints  # [sequences]: the sequence that has these tokens; its own number if none are
     routes: Ints | None = None  # [tokens, numbers]: the experts of each; -1: unknown
 
@@ -162,7 +162,7 @@ def balance(costs: Sequence[int], ranks: int, limit: int) -> list[list[list[int]
 
 
 def heads_of(samples: Samples, indices: Sequence[int], *, share: bool) -> list[tuple[int, int]]:
-    """Return for each sample of a micro-batch (head, number of tokens left out), as in Packed."""
+    """Return for each sample of a micro-batch (head, number of shared tokens), as in Packed."""
     if not share:
         return [(place, 0) for place in range(len(indices))]
     first: dict[bytes, int] = {}
@@ -177,7 +177,7 @@ def heads_of(samples: Samples, indices: Sequence[int], *, share: bool) -> list[t
 def cost_of(samples: Samples, indices: Sequence[int], *, share: bool) -> int:
     """Return the tokens that samples add to a micro-batch."""
     heads = heads_of(samples, indices, share=share)
-    return sum(samples.cost(i) for i in indices) - sum(left_out for _, left_out in heads)
+    return sum(samples.cost(i) for i in indices) - sum(shared_tokens for _, shared_tokens in heads)
 
 
 def merged(
@@ -221,8 +221,8 @@ def pack(
     """
     filler = 0 if indices else 1
     zeros = np.zeros(filler, np.int64)
-    heads, left_out = zip(*(heads_of(samples, indices, share=share) or [(0, 0)]), strict=True)
-    own = list(zip(indices, left_out, strict=False))
+    heads, shared_tokens = zip(*(heads_of(samples, indices, share=share) or [(0, 0)]), strict=True)
+    own = list(zip(indices, shared_tokens, strict=False))
     lengths = [samples.cost(i) - first for i, first in own] or [1]
 
     def floats(rows: Rows) -> Floats:
@@ -234,13 +234,13 @@ def pack(
         tokens=np.concatenate([*(samples.tokens[i][first:-1] for i, first in own), zeros]),
         labels=np.concatenate([*(samples.tokens[i][first + 1 :] for i, first in own), zeros]),
         positions=np.concatenate(
-            [np.arange(first, first + n) for n, first in zip(lengths, left_out, strict=True)]
+            [np.arange(first, first + n) for n, first in zip(lengths, shared_tokens, strict=True)]
         ),
         bounds=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
         mask=floats(samples.masks),
         columns={name: floats(rows) for name, rows in (columns or {}).items()},
         chosen=np.array(chosen, np.float32),
-        left_out=np.array(left_out),
+        shared_tokens=np.array(shared_tokens),
         heads=np.array(heads),
         routes=np.concatenate([samples.routes[i][:-1] for i in indices])
         if samples.routes and indices

@@ -38,20 +38,20 @@ class RMSNorm(torch.nn.RMSNorm):
 def packed_sequences(
     bounds: npt.NDArray[np.int32],
     device: torch.device,
-    left_out: Ints | None = None,
+    shared_tokens: Ints | None = None,
     heads: Ints | None = None,
 ) -> Any:
     """Return whole sequences' bounds [sequences + 1] as PackedSeqParams of Megatron.
 
-    `left_out` and `heads` [sequences]: see Packed; None: nothing is left out. What attention needs
+    `shared_tokens` and `heads` [sequences]: see Packed; None: nothing is. What attention needs
     beyond Megatron's own are the attributes `lengths` and `ends` on the host, [sequences], numpy:
     the tokens and the keys of each; `keys`, [all keys]: their places among the tokens, None if they
-    are the tokens; `key_bounds`, [sequences + 1]. The rotation finds `left_out` at the bounds.
+    are the tokens; `key_bounds`, [sequences + 1]. The rotation finds `shared_tokens` at the bounds.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
     lengths = np.diff(bounds)
-    ends = lengths if left_out is None else lengths + left_out
+    ends = lengths if shared_tokens is None else lengths + shared_tokens
     on_device = send(bounds, device)
     packed = PackedSeqParams(
         qkv_format="thd",
@@ -61,12 +61,12 @@ def packed_sequences(
         max_seqlen_kv=int(ends.max()),
     )
     packed.lengths, packed.ends, packed.keys = lengths, ends, None
-    if left_out is not None and left_out.any():
-        starts = zip(bounds[heads], left_out, bounds[:-1], bounds[1:], strict=True)
+    if shared_tokens is not None and shared_tokens.any():
+        starts = zip(bounds[heads], shared_tokens, bounds[:-1], bounds[1:], strict=True)
         places = [np.r_[head : head + shared, own:end] for head, shared, own, end in starts]
         packed.keys = send(np.concatenate(places).astype(np.int64), device)
         packed.key_bounds = send(_bounds(ends), device)
-        on_device.left_out = send(left_out, device)  # type: ignore[attr-defined]
+        on_device.shared_tokens = send(shared_tokens, device)  # type: ignore[attr-defined]
     return packed
 
 
@@ -82,13 +82,13 @@ def token_positions(bounds: torch.Tensor, tokens: int, rank: int, ranks: int) ->
     Computed on the device of `bounds` [sequences + 1], which are of the whole sequences, as
     `packed_sequences` makes them.
     """
-    left_out = getattr(bounds, "left_out", None)
+    shared_tokens = getattr(bounds, "shared_tokens", None)
     bounds = bounds.long()
     place = torch.arange(tokens, device=bounds.device)
     sequence = torch.searchsorted(bounds[1:] // ranks, place, right=True)
     nth = place - bounds[:-1][sequence] // ranks
     if ranks == 1:
-        return nth if left_out is None else nth + left_out[sequence]
+        return nth if shared_tokens is None else nth + shared_tokens[sequence]
     chunk = bounds.diff()[sequence] // (2 * ranks)
     return nth + chunk * torch.where(nth < chunk, rank, 2 * (ranks - 1) - rank)
 

@@ -96,7 +96,7 @@ class Ranks:
 
     def packed_layout(self, share: ContextShard) -> Any:
         """Return the bounds of a share's sequences in the form of Megatron's attention."""
-        return packed_sequences(share.bounds, self.device, share.left_out, share.heads)
+        return packed_sequences(share.bounds, self.device, share.shared_tokens, share.heads)
 
     def trained_tokens(
         self,
