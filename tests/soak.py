@@ -6,8 +6,10 @@ others. What each prints is in build/soak/NAME.log.
 """
 
 import functools
+import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -28,6 +30,14 @@ class Soak:
     tests: str
     settings: dict[str, object] = field(default_factory=dict)
     timeout: int = 3600  # seconds of a test
+    page: str = ""  # of docs/, whose commands it follows
+
+    def code(self) -> str:
+        """A hash of what it follows: its page's commands and code, and its tests."""
+        files = [ROOT / word for word in self.tests.split() if word.endswith(".py")]
+        fences = re.findall(r"```.*?```", (ROOT / "docs" / self.page).read_text(), re.DOTALL)
+        text = "".join([*fences, *(file.read_text() for file in files)])
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 SOAKS = [
@@ -76,10 +86,15 @@ SOAKS = [
         "tests/trainers/megatron_bridge/test_bridge_environment.py",
         {"BRIDGE": 1},
     ),
-    Soak("install", "tests/test_packages.py -k install", {"INSTALL": 1}),
-    Soak("slurm", "tests/test_cluster_page.py", {"PAGE": 1}),
+    Soak("install", "tests/test_packages.py -k install", {"INSTALL": 1}, page="operations.md"),
+    Soak("slurm", "tests/test_cluster_page.py", {"PAGE": 1}, page="cluster.md"),
     Soak("next-vllm", "tests/runtime/test_next_vllm.py", {"VLLM": "0.31.0,0.33.0"}, 7200),
-    Soak("benchmarks", "tests/runtime/test_outside_benchmarks.py", {"BENCHMARKS": 1}),
+    Soak(
+        "benchmarks",
+        "tests/runtime/test_outside_benchmarks.py",
+        {"BENCHMARKS": 1},
+        page="environments.md",
+    ),
     Soak("image", "tests/test_release.py -k demo", {"IMAGE": 1}, 14_400),
     Soak("kubernetes", "tests/test_chart.py -k cluster_takes", {"KUBERNETES": 1}),
     Soak("families", "tests/trainers/transformers_backend/test_families.py", {"FAMILIES": "all"}),
@@ -105,7 +120,8 @@ def run(soak: Soak, results: Path = RESULTS) -> bool:
         )  # fmt: skip
     date, seconds = time.strftime("%Y-%m-%d"), f"{time.monotonic() - begun:,.0f} s"
     result = "passed" if done.returncode == 0 else "failed"
-    record("soak", soak.name, results, date=date, commit=commit(), result=f"{result}, {seconds}")
+    found = {"date": date, "commit": commit(), "result": f"{result}, {seconds}"}
+    record("soak", soak.name, results, **found, **({"code": soak.code()} if soak.page else {}))
     print(f"| {soak.name} | {date} | {commit()} | {seconds} | {result}: {log.name} |", flush=True)
     return done.returncode == 0
 

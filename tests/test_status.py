@@ -30,6 +30,14 @@ def test_the_page_is_that_of_the_table() -> None:
     assert PAGE.read_text() == page(read_results(RESULTS)), "run python -m tests.status"
 
 
+@pytest.mark.parametrize("soak", [soak for soak in SOAKS if soak.page], ids=lambda one: one.name)
+def test_a_page_was_followed_as_it_is_now(soak: Soak) -> None:
+    last = read_results(RESULTS)["soak"].get(soak.name, {})
+    again = f"make soak ARGS={soak.name}"
+    assert last.get("result", "not run").startswith("passed"), again
+    assert last["code"] == soak.code(), f"{soak.page} or its tests changed: {again}"
+
+
 @pytest.mark.slow
 def test_a_campaign_records_its_last_result(tmp_path: Path) -> None:
     results, test = tmp_path / "results.json", tmp_path / "test_one.py"
