@@ -31,7 +31,8 @@ from cray_agents.training_jobs import Backend, Hyperparameters, JobSpec, Layout
 
 VOCAB, TOKENS, BATCH = 4096, 256, 8  # the vocabulary; of a sequence, in the mean; sequences a step
 STEPS = 3  # in a measurement
-PROMPT, ANSWER = 400, 32  # tokens of a group's prompt, and of each answer to it
+PROMPT, ANSWER = 400, 32  # tokens of a prompt, and of an answer to it
+QUESTION = 100  # tokens of a prompt after those that all have in common
 HYPER = Hyperparameters(steps=10**6, batch_size=BATCH, learning_rate=1e-4, init="random")
 
 
@@ -57,10 +58,14 @@ async def main(home: Path) -> None:
             "transformers, padded": theirs.speed,
         }
         await side_by_side("the same, chats, both backends", "tokens/s", sides)
-    with Side("trainer-groups", home) as ours, Side("trainer-groups-each", home) as theirs:
-        sides = {"once": ours.speed, "with each answer": theirs.speed}
-        what = f"the same, {BATCH} answers of {ANSWER} tokens to a prompt of {PROMPT}: the prompt"
-        await side_by_side(what, "tokens of answers/s", sides)
+    for shape, to in (
+        ("groups", f"a prompt of {PROMPT}: the prompt"),
+        ("systems", f"prompts of {PROMPT}, {PROMPT - QUESTION} in common: these"),
+    ):
+        with Side(f"trainer-{shape}", home) as ours, Side(f"trainer-{shape}-each", home) as theirs:
+            sides = {"once": ours.speed, "with each answer": theirs.speed}
+            what = f"the same, {BATCH} answers of {ANSWER} tokens to {to}"
+            await side_by_side(what, "tokens of answers/s", sides)
     with Side("trainer-two", home) as ours, Side("trainer", home) as theirs:
         sides = {"two data ranks": ours.speed, "one": theirs.speed}
         await side_by_side("the same, equal", "tokens/s", sides)
@@ -98,11 +103,13 @@ def sequences(shape: str) -> list[list[int]]:
         "uniform": random.integers(16, 2 * TOKENS - 15, count),
         "chats": np.exp(random.normal(np.log(180), 0.8, count)).clip(16, 4 * TOKENS),
         "groups": np.full(count, ANSWER),
+        "systems": np.full(count, QUESTION + ANSWER),
     }[shape]
-    if shape == "groups":
-        prompts = [random.integers(0, VOCAB, PROMPT).tolist() for _ in range(count // BATCH)]
-        answers = [random.integers(0, VOCAB, ANSWER).tolist() for _ in range(count)]
-        return [prompts[place // BATCH] + answer for place, answer in enumerate(answers)]
+    if shape in ("groups", "systems"):
+        number, first = (count // BATCH, PROMPT) if shape == "groups" else (1, PROMPT - QUESTION)
+        begin = random.integers(0, VOCAB, (number, first)).tolist()
+        ends = [random.integers(0, VOCAB, size).tolist() for size in sizes]
+        return [begin[place // BATCH % number] + end for place, end in enumerate(ends)]
     # the last token is only ever a target
     return [random.integers(0, VOCAB, int(size) + 1).tolist() for size in sizes]
 
@@ -199,7 +206,7 @@ def trainer_rank(
     training.shares_prompts &= share
     rows = sequences(shape)
     samples = Samples.of(rows)
-    if shape == "groups":
+    if shape in ("groups", "systems"):
         mask = (np.arange(PROMPT + ANSWER) >= PROMPT).astype(np.float32)
         samples = Samples.of(rows, [mask] * len(rows)).grouped()
     known = BaselineLogprobs(samples)
@@ -295,9 +302,12 @@ SIDES: dict[str, Callable[[Path], None]] = {
     "transformers": partial(transformers, shape="equal"),
     **{
         f"trainer-{shape}": partial(trainer, ranks=1, shape=shape)
-        for shape in ("uniform", "chats", "groups")
+        for shape in ("uniform", "chats", "groups", "systems")
     },
-    "trainer-groups-each": partial(trainer, ranks=1, shape="groups", share=False),
+    **{
+        f"trainer-{shape}-each": partial(trainer, ranks=1, shape=shape, share=False)
+        for shape in ("groups", "systems")
+    },
     **{
         f"transformers-{shape}": partial(transformers, shape=shape)
         for shape in ("uniform", "chats")

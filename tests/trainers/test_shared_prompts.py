@@ -1,8 +1,9 @@
-"""Prompts that several samples begin with: packed once, with the same numbers and gradients."""
+"""What prompts have in common: packed once, with the same numbers and gradients."""
 
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, takewhile
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ LAYOUTS = {
 KINDS = ("qwen3", "llama-tied", "qwen3_moe")
 
 
-def grouped(groups: list[tuple[int, int]], seed: int = 3) -> Samples:
-    """Samples after prompts: of each (tokens of the prompt, samples), in a mixed order."""
+def grouped(groups: list[tuple[int, int]], seed: int = 3, common: int = 0) -> Samples:
+    """Samples after prompts: of each (tokens, samples), mixed; `common`: tokens of all prompts."""
     random = np.random.default_rng(seed)
+    system = random.integers(1, 300, common).tolist()
     ids, masks = [], []
     for size, count in groups:
-        prompt = random.integers(1, 300, size).tolist()
+        prompt = [*system, *random.integers(1, 300, size).tolist()][:size]
         for _ in range(count):
             answer = random.integers(1, 300, int(random.integers(1, 9))).tolist()
             ids.append([*prompt, *answer])
@@ -43,12 +45,12 @@ def grouped(groups: list[tuple[int, int]], seed: int = 3) -> Samples:
 
 def inputs_of(packed: Packed, place: int) -> tuple[list[int], list[int]]:
     """The tokens and positions that a sequence attends to, its own and those that it left out."""
-    head, shared_tokens = packed.heads[place], packed.shared_tokens[place]
-    begin = packed.bounds[head]
+    head, shared_tokens = int(packed.heads[place]), packed.shared_tokens[place]
+    before = inputs_of(packed, head) if shared_tokens else ([], [])
     own = slice(packed.bounds[place], packed.bounds[place + 1])
     return tuple(  # type: ignore[return-value]
-        [*array[begin : begin + shared_tokens].tolist(), *array[own].tolist()]
-        for array in (packed.tokens, packed.positions)
+        [*first[:shared_tokens], *array[own].tolist()]
+        for first, array in zip(before, (packed.tokens, packed.positions), strict=True)
     )
 
 
@@ -57,11 +59,12 @@ def inputs_of(packed: Packed, place: int) -> tuple[list[int], list[int]]:
     ranks=st.integers(1, 3),
     limit=st.integers(70, 300),
     pairs=st.booleans(),
+    common=st.sampled_from([0, 25, 60]),
 )
 def test_every_sample_is_whole_and_prompts_are_packed_once(
-    groups: list[tuple[int, int]], ranks: int, limit: int, pairs: bool
+    groups: list[tuple[int, int]], ranks: int, limit: int, pairs: bool, common: int
 ) -> None:
-    samples = grouped(groups)
+    samples = grouped(groups, common=common)
     units = [[i] for i in range(len(samples))]
     if pairs and len(samples) % 2 == 0:
         units = [[i, i + 1] for i in range(0, len(samples), 2)]
@@ -69,7 +72,6 @@ def test_every_sample_is_whole_and_prompts_are_packed_once(
     for rank in range(ranks):
         batches, members = microbatches(samples, units, limit, rank, ranks, share=True)
         for packed, inside in zip(batches, members, strict=True):
-            prompts = []
             for place, i in enumerate(inside):
                 tokens, positions = inputs_of(packed, place)
                 assert tokens == samples.tokens[i][:-1].tolist()
@@ -79,19 +81,18 @@ def test_every_sample_is_whole_and_prompts_are_packed_once(
                 assert packed.labels[own].tolist() == samples.tokens[i][rest:].tolist()
                 assert packed.mask[own].tolist() == samples.masks[i][rest:].tolist()
                 assert packed.mask[own].sum() == samples.marks[i]  # none is left out
-                size = int((samples.masks[i] == 0).sum()) - 1
-                if size >= LEAST_SHARED and not packed.shared_tokens[place]:
-                    prompts.append(tuple(samples.tokens[i][:size].tolist()))
+                prompt = samples.tokens[i][: int((samples.masks[i] == 0).sum()) - 1].tolist()
+                alike = [samples.tokens[other].tolist() for other in inside[:place]]
+                most = max((sum(takewhile(bool, map(eq, prompt, one))) for one in alike), default=0)
+                assert packed.shared_tokens[place] == (most if most >= LEAST_SHARED else 0)
                 found.append(i)
-            assert len(prompts) == len(set(prompts))
             alone = len(inside) == len(units[0])
             assert alone or len(packed.tokens) <= limit
     assert sorted(found) == [*range(len(samples))]
 
 
 def test_a_group_is_divided_where_ranks_would_have_nothing() -> None:
-    samples = grouped([(40, 8)])
-    units = [[i] for i in range(8)]
+    samples, units = grouped([(40, 8)]), [[i] for i in range(8)]
     shares = [microbatches(samples, units, 1000, rank, 2, share=True)[1] for rank in range(2)]
     sizes = [sum(map(len, members)) for members in shares]
     assert min(sizes) >= 3 and sum(sizes) == 8
@@ -122,7 +123,7 @@ def compare(
     from tests.trainers.test_numerics import put_together
 
     hyper = Hyperparameters(steps=1, batch_size=4, dtype=dtype, max_tokens_per_microbatch=160)
-    samples = grouped([(40, 5), (23, 3), (7, 2), (30, 1)])
+    samples = grouped([(40, 5), (23, 3), (7, 2), (30, 1)], common=18)
     trained = [np.where(mask > 0, -1.0, 0).astype(np.float32) for mask in samples.masks]
     columns = {"advantages": samples.advantages, "sampled": trained}
     baseline = BaselineLogprobs(samples, columns)

@@ -2,19 +2,21 @@
 
 The samples of a step are a pure function of (seed, step), so that a resumed job sees the same ones
 as an uninterrupted job. They are balanced over the data ranks by tokens, and packed without padding
-and without attention between them. Samples that begin with the same prompt, as those of a group do,
-may be packed with it once. No torch. Read next: training/train_step.py.
+and without attention between them. What prompts have in common, all of it in a group, else a system
+message and tools, may be packed once. No torch. Read next: training/train_step.py.
 """
 
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import itemgetter
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from cray_agents.trainers.data.samples import Floats, Ints, Samples
+from cray_agents.trainers.data.samples import LEAST_SHARED, Floats, Ints, Samples
 from cray_agents.training_jobs import Hyperparameters
 
 
@@ -74,7 +76,8 @@ class Packed:
     """A micro-batch of sequences one after the other; arrays are [tokens] unless noted.
 
     The label at place i is the sequence's next token. `mask` and `columns` describe the label.
-    The first tokens of a sequence may be left out, as those of another one are the same.
+    The first tokens of a sequence may be left out: one before it, its head, begins with them, and
+    has them itself or by its own head.
     """
 
     tokens: Ints
@@ -84,8 +87,8 @@ class Packed:
     mask: Floats
     columns: dict[str, Floats]
     chosen: Floats  # [sequences]
-    shared_tokens: Ints  # [sequences]: the number of its first tokens that its head has for it
-    heads: Ints  # [sequences]: the sequence that has these tokens; its own number if none are
+    shared_tokens: Ints  # [sequences]: the number of its first tokens that are left out
+    heads: Ints  # [sequences]: the sequence that begins with them; its own number if none are
     routes: Ints | None = None  # [tokens, numbers]: the experts of each; -1: unknown
 
 
@@ -162,16 +165,29 @@ def balance(costs: Sequence[int], ranks: int, limit: int) -> list[list[list[int]
 
 
 def heads_of(samples: Samples, indices: Sequence[int], *, share: bool) -> list[tuple[int, int]]:
-    """Return for each sample of a micro-batch (head, number of shared tokens), as in Packed."""
-    if not share:
-        return [(place, 0) for place in range(len(indices))]
-    first: dict[bytes, int] = {}
-    found = []
-    for place, index in enumerate(indices):
-        prompt = samples.prompt(index)
-        head = first.setdefault(prompt.tobytes(), place) if len(prompt) else place
-        found.append((head, 0 if head == place else len(prompt)))
+    """Return for each sample of a micro-batch (head, number of shared tokens), as in Packed.
+
+    The head is that of the samples before it which begins with the most tokens of its prompt.
+    """
+    found = [(place, 0) for place in range(len(indices))]
+    known: list[tuple[bytes, int]] = []  # sorted: no other two have more in common than neighbours
+    for place, index in enumerate(indices if share else ()):
+        if len(prompt := samples.prompt(index)):
+            entry = samples.tokens[index].tobytes(), place
+            after = bisect(known, entry)
+            for _, head in known[max(after - 1, 0) : after + 1]:
+                shared_tokens = common_tokens(prompt, samples.tokens[indices[head]])
+                found[place] = max(found[place], (head, shared_tokens), key=itemgetter(1))
+            known.insert(after, entry)
     return found
+
+
+def common_tokens(one: Ints, other: Ints) -> int:
+    """Return the number of first tokens that two sequences have in common; 0 if they are few."""
+    size = min(len(one), len(other))
+    differ = np.flatnonzero(one[:size] != other[:size])
+    size = int(differ[0]) if len(differ) else size
+    return size if size >= LEAST_SHARED else 0
 
 
 def cost_of(samples: Samples, indices: Sequence[int], *, share: bool) -> int:
@@ -216,7 +232,7 @@ def pack(
 ) -> Packed:
     """Pack samples into one micro-batch, with the columns' numbers of their tokens.
 
-    `share`: a prompt that several begin with is packed once. Without samples the micro-batch is a
+    `share`: what prompts have in common is packed once. Without samples the micro-batch is a
     single token with a mask of 0.
     """
     filler = 0 if indices else 1
@@ -263,9 +279,11 @@ def microbatches(
 
     All ranks get equally many micro-batches, a multiple of `rounds` (for interleaved pipelines).
     """
+    prompts = sorted((samples.prompt(unit[0]) for unit in units if share), key=bytes)
+    common = common_tokens(prompts[0], prompts[-1]) if prompts else 0  # to all of them
     units = merged(samples, units, limit, ranks, share=share)
-    costs = [cost_of(samples, unit, share=share) for unit in units]
-    mine = balance(costs, ranks, limit)[rank]
+    costs = [cost_of(samples, unit, share=share) - common for unit in units]
+    mine = balance(costs, ranks, limit - common)[rank]
     mine = mine + [[] for _ in range(-len(mine) % rounds)]
     members = [[i for place in batch for i in units[place]] for batch in mine]
     return [pack(samples, batch, columns, share=share) for batch in members], members

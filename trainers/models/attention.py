@@ -61,10 +61,12 @@ def packed_sequences(
         max_seqlen_kv=int(ends.max()),
     )
     packed.lengths, packed.ends, packed.keys = lengths, ends, None
-    if shared_tokens is not None and shared_tokens.any():
-        starts = zip(bounds[heads], shared_tokens, bounds[:-1], bounds[1:], strict=True)
-        places = [np.r_[head : head + shared, own:end] for head, shared, own, end in starts]
-        packed.keys = send(np.concatenate(places).astype(np.int64), device)
+    if shared_tokens is not None and heads is not None and shared_tokens.any():
+        places: list[npt.NDArray[Any]] = []
+        for place, (head, shared) in enumerate(zip(heads, shared_tokens, strict=True)):
+            own = np.arange(bounds[place], bounds[place + 1], dtype=np.int64)
+            places.append(np.concatenate([places[head][:shared], own]) if shared else own)
+        packed.keys = send(np.concatenate(places), device)
         packed.key_bounds = send(_bounds(ends), device)
         on_device.shared_tokens = send(shared_tokens, device)  # type: ignore[attr-defined]
     return packed
