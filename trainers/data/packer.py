@@ -167,7 +167,7 @@ def balance(costs: Sequence[int], ranks: int, limit: int) -> list[list[list[int]
 def heads_of(samples: Samples, indices: Sequence[int], *, share: bool) -> list[tuple[int, int]]:
     """Return for each sample of a micro-batch (head, number of shared tokens), as in Packed.
 
-    The head is that of the samples before it which begins with the most tokens of its prompt.
+    The head is the one before it, among those with a prompt, that begins with most of its prompt.
     """
     found = [(place, 0) for place in range(len(indices))]
     known: list[tuple[bytes, int]] = []  # sorted: no other two have more in common than neighbours
@@ -176,7 +176,7 @@ def heads_of(samples: Samples, indices: Sequence[int], *, share: bool) -> list[t
             entry = samples.tokens[index].tobytes(), place
             after = bisect(known, entry)
             for _, head in known[max(after - 1, 0) : after + 1]:
-                shared_tokens = common_tokens(prompt, samples.tokens[indices[head]])
+                shared_tokens = common_tokens(prompt, samples.tokens[indices[head]][:-1])
                 found[place] = max(found[place], (head, shared_tokens), key=itemgetter(1))
             known.insert(after, entry)
     return found
