@@ -16,7 +16,7 @@ Functions are split, not questions: entries of all thirteen categories that shar
 or nearly a question, are in one part. More than a third of them hang together, and are trained on.
 
     model             where            training's memory         an iteration        run?
-    SmolLM2-135M      two cores        2 ranks of 7 GiB          4 to 10 minutes     BENCHMARKS.md
+    SmolLM2-135M      two cores        2 ranks of 7 GiB          3 to 5 minutes      BENCHMARKS.md
     Qwen3-0.6B        a GPU of 48 GB   10 GiB and activations    training 3 s        no: by `plan`
     Qwen3-4B          a GPU of 80 GB   67 GiB and activations    training 8 s        no: by `plan`
 """
