@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cray_agents.trainers.data.packer import Packed, microbatches, step_units
+from cray_agents.trainers.data.packer import KEYS, Packed, microbatches, step_units
 from cray_agents.trainers.data.samples import LEAST_SHARED, Samples
 from cray_agents.training_jobs import Hyperparameters, Layout
 from tests.support.trainers.forked_ranks import run_forked, training_in_rank
@@ -91,7 +91,8 @@ def test_every_sample_is_whole_and_prompts_are_packed_once(
                 assert packed.shared_tokens[place] == (most if most >= LEAST_SHARED else 0)
                 found.append(i)
             alone = len(inside) == len(units[0])
-            assert alone or len(packed.tokens) <= limit
+            keys = int((packed.shared_tokens // KEYS).sum())
+            assert alone or len(packed.tokens) + keys <= limit
     assert sorted(found) == [*range(len(samples))]
 
 

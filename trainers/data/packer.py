@@ -19,6 +19,9 @@ import numpy.typing as npt
 from cray_agents.trainers.data.samples import LEAST_SHARED, Floats, Ints, Samples
 from cray_agents.training_jobs import Hyperparameters
 
+#: Shared tokens that take the memory of one: each sequence has their keys and values, no more.
+KEYS = 16
+
 
 class Rows(Protocol):
     """Arrays [length] by sample: a list of them, or an object that makes each on access."""
@@ -191,9 +194,13 @@ def common_tokens(one: Ints, other: Ints) -> int:
 
 
 def cost_of(samples: Samples, indices: Sequence[int], *, share: bool) -> int:
-    """Return the tokens that samples add to a micro-batch."""
-    heads = heads_of(samples, indices, share=share)
-    return sum(samples.cost(i) for i in indices) - sum(shared_tokens for _, shared_tokens in heads)
+    """Return the tokens that samples add to a micro-batch; one in KEYS counts of shared ones."""
+    shared_tokens = sum(number for _, number in heads_of(samples, indices, share=share))
+    return sum(samples.cost(i) for i in indices) - _spared(shared_tokens)
+
+
+def _spared(shared_tokens: int) -> int:
+    return shared_tokens - shared_tokens // KEYS
 
 
 def merged(
@@ -207,7 +214,7 @@ def merged(
         return units
     prompts = [samples.prompt(unit[0]) for unit in units]
     costs = [
-        cost_of(samples, unit, share=True) - len(prompt)
+        cost_of(samples, unit, share=True) - _spared(len(prompt))
         for unit, prompt in zip(units, prompts, strict=True)
     ]
     fair = sum(costs) // ranks
@@ -282,7 +289,7 @@ def microbatches(
     prompts = sorted((samples.prompt(unit[0]) for unit in units if share), key=bytes)
     common = common_tokens(prompts[0], prompts[-1]) if prompts else 0  # to all of them
     units = merged(samples, units, limit, ranks, share=share)
-    costs = [cost_of(samples, unit, share=share) - common for unit in units]
+    costs = [cost_of(samples, unit, share=share) - _spared(common) for unit in units]
     mine = balance(costs, ranks, limit - common)[rank]
     mine = mine + [[] for _ in range(-len(mine) % rounds)]
     members = [[i for place in batch for i in units[place]] for batch in mine]
