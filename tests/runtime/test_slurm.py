@@ -220,9 +220,12 @@ def test_the_script_outlives_sigterm_and_refuses_a_second_start(
 def test_tasks_get_slurms_early_signal_and_have_time(home: Path, nodes: int) -> None:
     cluster = PrivateCluster(home, nodes=nodes, cpus=1)
     cluster.start()
-    # the first one that ends with an error has Slurm kill the other one
     both = f"until [ $(grep -c ^saved job.log) = {nodes} ]; do sleep 0.05; done"
-    script = f"trap 'sleep 0.5; echo saved; {both}; exit 9' TERM; echo up"
+    # a task that ends with an error has Slurm kill the others: the first one ends last
+    others = "for task in $(sed -n \"s/^up //p\" job.log); do"
+    others += " while [ $task != $$ ] && [ -e /proc/$task ]; do sleep 0.05; done; done"
+    end = f"[ $SLURM_PROCID = 0 ] || exit 0; {others}; exit 9"
+    script = f"trap 'sleep 0.5; echo saved; {both}; {end}' TERM; echo up $$"
     script += "; while :; do sleep 0.05; done"
     with Slurm(home, cluster) as scheduler:
         wanted = command(home, script, nodes=nodes, ranks=nodes)
