@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -360,5 +361,5 @@ def _post(url: str, path: str, body: Any) -> Any:
 
 
 def _try_post(url: str, path: str, body: Any) -> None:
-    with contextlib.suppress(OSError):  # it is killed meanwhile
+    with contextlib.suppress(OSError, HTTPException):  # it is killed meanwhile
         _post(url, path, body)
