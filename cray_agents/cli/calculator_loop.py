@@ -64,7 +64,7 @@ class Size:
 
 
 Method = Literal["rft", "grpo"]
-FULL = Size(15_000, 204, 168, 1024, 150, 12, 0.96)
+FULL = Size(15_000, 408, 168, 1024, 150, 12, 0.955)
 QUICK = Size(240, 24, 48, 32, 12, 2, None)
 FULL_GRPO = Size(15_000, 204, 336, 64, 4, 120, 0.94, evaluate_every=8)
 QUICK_GRPO = replace(QUICK, per_iteration=8, steps=4)
