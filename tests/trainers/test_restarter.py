@@ -39,7 +39,7 @@ from cray_agents.training_jobs import JobStatus
 path, why = Path(sys.argv[1]), sys.argv[2]
 journal = JobJournal(Home(path.parents[2]), path.parent.name)
 if journal.claim_attempt() == 1:
-    while why == "pause" and not (journal.folder / "pauses" / "1.resumed").exists():
+    while why == "pause" and not (journal.folder / "let_go").exists():
         time.sleep(0.01)
     while why == "platform":
         time.sleep(1)
@@ -100,7 +100,8 @@ async def test_a_job_that_no_client_asks_after_goes_on(tmp_path: Path, why: str)
         await until(lambda: journal.attempts == 1)
         if why == "pause":
             trainer.pause(spec.id)
-            trainer.resume(spec.id)
+            assert trainer.resume(spec.id).state == "running"
+            (journal.folder / "let_go").touch()
         if why != "platform":
             await until(lambda: scheduler.status(spec.id).state == "failed")
             async with kept_going(home, trainer):
