@@ -57,7 +57,7 @@ def launch(lab: Any, spec: JobSpec, scratch: Path, *nodes: str) -> list[Any]:
 
 
 def killed(lab: Any, spec: JobSpec, scratch: Path, *nodes: str) -> list[Path]:
-    """Kill a job that has points on its own disks alone; return those, the newest first.
+    """Kill a job that has points on its own disks alone; return the newest two of those.
 
     The shared root takes none of its first attempt after step 3.
     """
@@ -67,7 +67,8 @@ def killed(lab: Any, spec: JobSpec, scratch: Path, *nodes: str) -> list[Path]:
         (megatron / f".step-{number:08d}.1").touch()
     jobs = launch(lab, spec, scratch, *nodes)
     job = jobs[-1]
-    until(lambda: job.journal.step >= 3 * EVERY and len(local_points(job)) > 1, lambda: job.log)
+    # two that stay: the first one goes as soon as the shared root has it
+    until(lambda: sum(step(one) > EVERY for one in local_points(job)) > 1, lambda: job.log)
     for pid in ranks_of(job)[-1:]:  # none: it came to its end, which the shared root did not take
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -75,7 +76,10 @@ def killed(lab: Any, spec: JobSpec, scratch: Path, *nodes: str) -> list[Path]:
     for file in megatron.glob(".step-*.1"):
         file.unlink()
     assert shared_step(lab, spec) <= EVERY, job.log  # 0: a newer one was whole by then
-    return local_points(job)
+    newest, before, *others = local_points(job)
+    for gone in others:  # some ranks may have removed their files already
+        shutil.rmtree(gone)
+    return [newest, before]
 
 
 def shared_step(lab: Any, spec: JobSpec) -> int:
