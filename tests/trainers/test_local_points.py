@@ -202,7 +202,8 @@ def test_a_disk_that_takes_nothing_costs_no_job(
     """It is told, once, and points go to the shared root."""
     folder = scratch / "gone" if how == "missing" else scratch
     if how == "one rank's":
-        scratch_of = f"cray-agents-{os.getuid()}/{root_name(lab)}/{NODES[0]}/{two_ranks.id}"
+        root = hashlib.sha256(os.fsencode(lab.home.root)).hexdigest()[:16]
+        scratch_of = f"cray-agents-{os.getuid()}/{root}/{NODES[0]}/{two_ranks.id}"
         (scratch / scratch_of).mkdir(parents=True, mode=0o700)
         (scratch / scratch_of / "rank-00001").touch()
     (job,) = launch(lab, two_ranks, folder)
@@ -215,15 +216,9 @@ def test_a_disk_that_takes_nothing_costs_no_job(
     check(job, scratch, undisturbed_job(two_ranks))
 
 
-def root_name(lab: Any) -> str:
-    return hashlib.sha256(os.fsencode(lab.home.root)).hexdigest()[:16]
-
-
 def test_only_what_trains_is_told_of_the_folder() -> None:
-    site, asked = (
-        JobSettings(scratch="/local/nvme"),
-        Command(name="a", argv=[], directory="", log=""),
-    )
+    site = JobSettings(scratch="/local/nvme")
+    asked = Command(name="a", argv=[], directory="", log="")
     assert command_variables(site, asked)[SCRATCH] == "/local/nvme"
     other = asked.model_copy(update={"kind": "replica"})
     assert SCRATCH not in command_variables(site, other) | command_variables(JobSettings(), asked)
