@@ -55,7 +55,8 @@ def check(home: Home) -> Iterator[Finding]:
         except FileNotFoundError:  # removed just now
             continue
         except (Corrupt, NewerFormat) as error:
-            yield _finding(path, str(error))
+            if path.exists():  # else removed just now, too
+                yield _finding(path, str(error))
         except OSError as error:
             raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
 

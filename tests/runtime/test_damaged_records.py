@@ -145,6 +145,16 @@ def test_the_line_of_a_journal_that_is_damaged_is_named(tmp_path: Path) -> None:
     assert "line 2 is damaged" in journal.events()[-1]["message"]
 
 
+def test_what_is_removed_while_fsck_looks_is_no_damage(tmp_path: Path) -> None:
+    points = [Home(tmp_path).job("job-1") / f"megatron/step-{number}" for number in (1, 2)]
+    for point in points:
+        point.mkdir(parents=True)
+    found = fsck.check(Home(tmp_path))
+    assert next(found).path == str(points[0])
+    points[1].rmdir()
+    assert not list(found)
+
+
 def test_no_flipped_bit_of_a_journal_is_read(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     lines = [checksums.with_crc(b'{"number":%d}' % number) + b"\n" for number in (1, 2)]
