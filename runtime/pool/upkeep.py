@@ -96,7 +96,7 @@ class PoolReplica(Replica):
             finally:
                 for task in waits:
                     task.cancel()
-            if done != {moved}:
+            if moved not in done:  # else it may be the former place that is lost
                 return
 
     def _note_loss(self) -> None:

@@ -243,26 +243,25 @@ class Slurm:
         if job.lost_script and not self._we_cancelled(name, job):
             why = f"NODE_FAIL: {job.lost_script}, which ran the job's script, was lost"
             return CommandStatus(state="failed", id=str(job.id), reason=why, node=job.lost_script)
-        if job.state == "cancelled" and self.cluster and not self._we_cancelled(name, job):
-            # a controller killed before it saved a job's start cancels the job on its return
-            lost = self._status_from_ledger(name)
-            if lost.id == str(job.id) and lost.exit_code == 0:
-                return lost
-            reason = "its controller was killed, and did not know it any more"
-            return CommandStatus(state="failed", id=str(job.id), exit_code=code, reason=reason)
         if job.state == "succeeded":
             return CommandStatus(state="succeeded", id=str(job.id), exit_code=code)
         reason = f"{job.word}: {job.reason}" if job.reason else job.word
+        lost = job.state == "cancelled" or code == REFUSED
+        if lost and self.cluster and not self._we_cancelled(name, job):
+            # by a controller that was killed before it saved the start: it may start the job again
+            known = self._status_from_ledger(name)
+            if known.id == str(job.id) and known.exit_code == 0:
+                return known
+            if job.state == "cancelled":
+                reason = "its controller was killed, and did not know it any more"
+                return CommandStatus(state="failed", id=str(job.id), exit_code=code, reason=reason)
         if job.state == "failed" and any((self._ledger / name).glob(f"{job.id}.*.term")):
             reason = "TIMEOUT: it ended when it got SIGTERM, before its time limit"
         if code == REFUSED:
             reason = "this start was refused, see the log"
+        node = self._failed_node(job)
         return CommandStatus(
-            state=job.state,
-            id=str(job.id),
-            exit_code=code,
-            reason=reason,
-            node=self._failed_node(job),
+            state=job.state, id=str(job.id), exit_code=code, reason=reason, node=node
         )
 
     def cancel(self, name: str) -> None:
@@ -454,7 +453,9 @@ class Slurm:
         if self._closed:
             raise SchedulerError("this scheduler is closed")
         if self.cluster and not self.cluster.alive:
-            self.cluster.start()  # killed; a client without a controller would take long
+            with self._lock:  # of several threads that find it killed one starts it
+                if not (self.cluster.alive or self._closed):
+                    self.cluster.start()  # a client without a controller would take long
         environment = self.cluster.environment if self.cluster else clean_environment()
         environment |= {"LC_ALL": "C.UTF-8", "SLURM_TIME_FORMAT": "%s"}
         if argv[0] == "sbatch":

@@ -222,7 +222,7 @@ def test_tasks_get_slurms_early_signal_and_have_time(home: Path, nodes: int) -> 
     cluster.start()
     both = f"until [ $(grep -c ^saved job.log) = {nodes} ]; do sleep 0.05; done"
     # a task that ends with an error has Slurm kill the others: the first one ends last
-    others = "for task in $(sed -n \"s/^up //p\" job.log); do"
+    others = 'for task in $(sed -n "s/^up //p" job.log); do'
     others += " while [ $task != $$ ] && [ -e /proc/$task ]; do sleep 0.05; done; done"
     end = f"[ $SLURM_PROCID = 0 ] || exit 0; {others}; exit 9"
     script = f"trap 'sleep 0.5; echo saved; {both}; {end}' TERM; echo up $$"
@@ -405,7 +405,7 @@ def test_a_killed_controller_comes_back_and_loses_no_running_job(home: Path) -> 
         state = end_of(scheduler).state
         text = (home / "job.log").read_text()
         assert text.count("up") == 1  # whatever the controller had saved: no second copy
-        assert state == ("succeeded" if "down" in text else "failed")
+        assert state in (["succeeded"] if "down" in text else ["failed", "unknown"])  # not saved
         scheduler.submit(command(home, "true", "next"))
         assert end_of(scheduler, "next").state == "succeeded"
 

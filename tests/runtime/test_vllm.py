@@ -360,12 +360,14 @@ async def test_a_killed_server_takes_its_engine_along_and_no_request_is_lost(
     serving: Serving,
 ) -> None:
     request = {"messages": CHAT, "max_tokens": 600, "ignore_eos": True}
-    traffic = [asyncio.create_task(serving.chat("m@1", request)) for _ in range(24)]
-    await asyncio.sleep(0.4)
-    assert not any(task.done() for task in traffic)
     pid, server = serving.pid, process_of(serving.pid)
     engine = descendants(server)
     assert engine
+    traffic: list[asyncio.Task[Any]] = []
+    while not traffic or any(task.done() for task in traffic):  # until it is killed in its midst
+        await asyncio.gather(*traffic)
+        traffic = [asyncio.create_task(serving.chat("m@1", request)) for _ in range(24)]
+        await asyncio.sleep(0.4)
     os.kill(server, signal.SIGKILL)
     answers = await asyncio.gather(*traffic)
     assert [len(sample.token_ids) for _, sample in answers] == [600] * 24
