@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 FIRST_KB, ALL_KB = 120, 400  # compressed
 #: Errors of a browser whose gateway ends before it.
-GONE = ["ERR_CONNECTION", "ERR_INCOMPLETE", "ERR_EMPTY"]
+GONE = ["ERR_CONNECTION", "ERR_INCOMPLETE", "ERR_EMPTY", "ERR_SOCKET"]
 SCREENS = {
     "overview": "#/overview",
     "runs": "#/runs",

@@ -151,7 +151,9 @@ def test_what_dies_is_started_again_and_ctrl_c_saves(site: Site, monkeypatch: An
     with site.submitting(*wanted) as process:  # alone: another one is refused
         assert process.stdout is not None
         _read_until(process.stdout, f"attempt 3 starts after step {stopped} ")
-        refused = site.submit(*wanted)
+        process.send_signal(signal.SIGSTOP)  # it has the root, also when its job has ended
+        refused = site.submit("--steps", 4)
+        process.send_signal(signal.SIGCONT)
         assert refused.returncode == 2 and "another `jobs submit` trains on" in refused.stderr
         out, err = process.communicate()
     assert process.returncode == 0, err

@@ -3,23 +3,19 @@
 import asyncio
 import json
 import os
-import random
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cray_agents.errors import SetupError
 from cray_agents.paths import Home
 from cray_agents.processes import alive
-from cray_agents.runtime.scheduler.private_cluster import PORTS
 from cray_agents.server import platform_process
-from cray_agents.server.gateway_ports import listen
 from tests.support.bare_models import bare_model
+from tests.support.campaign import free_port
 from tests.support.command_line import cli
 from tests.support.deciding_controller import controller
 from tests.support.waiting import wait_until
@@ -64,14 +60,6 @@ class Root:
         return " ".join(self.command("why", "controller").stdout.split())
 
 
-def quiet_port() -> int:
-    """A free port that no outgoing connection is given."""
-    for port in random.sample(PORTS, 100):
-        with suppress(SetupError), listen("127.0.0.1", port):
-            return port
-    raise AssertionError("no port is free")
-
-
 @pytest.fixture
 def root(tmp_path: Path) -> Iterator[Root]:
     root = Root(tmp_path)
@@ -85,7 +73,7 @@ def root(tmp_path: Path) -> Iterator[Root]:
 @pytest.mark.slow
 def test_a_standby_follows_who_is_killed_and_who_hands_over_and_ends_with_down(root: Root) -> None:
     model = bare_model(root.folder / "model")
-    port = quiet_port()
+    port = free_port()
     root.up("--model", model, "--port", port)
     first = root.status()
     assert "no standby waits" in root.command("down", "--hand-over").stderr

@@ -20,6 +20,8 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from cray_agents.runtime.scheduler.private_cluster import PORTS
+
 T = TypeVar("T")
 SEEDS = [int(seed) for seed in os.environ.get("CRAY_TEST_SEEDS", "1").split(",")]
 MOST = 10  # failed rounds, after which a campaign ends
@@ -31,9 +33,9 @@ def kills(usual: int) -> int:
 
 
 def free_port() -> int:
-    """A port below those that the kernel gives to others while a killed gateway is away."""
+    """A port that nobody takes while a killed gateway is away: neither kernel nor private Slurm."""
     while True:
-        port = random.SystemRandom().randrange(10_000, 32_768)
+        port = random.SystemRandom().randrange(10_000, PORTS.start)
         with socket.socket() as free, suppress(OSError):
             free.bind(("127.0.0.1", port))
             return port

@@ -20,6 +20,7 @@ from typing import Any
 import openai
 
 from cray_agents.paths import Home
+from cray_agents.runtime.controller_lease import standby_notes
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.pool.job_lease import JobLease, attempts, read_lease
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
@@ -155,6 +156,13 @@ class Cluster:
 
     def down(self) -> list[int]:
         """End the platform as an operator does; return the exit codes of its processes."""
+        mine = {process.pid for process in self.processes}
+
+        def known() -> bool:  # a standby that starts when the platform is gone becomes one
+            claims = (self.controller(), *standby_notes(self.home))
+            return mine <= {claim.get("pid") for claim in claims}
+
+        self.until(known, "a standby that waits")
         enter = self.views[self.controller()["host"]].enter if self.views else []
         argv = [*enter, sys.executable, "-m", "cray_agents", "down", "--home", str(self._root)]
         done = subprocess.run(
