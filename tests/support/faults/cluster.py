@@ -156,7 +156,7 @@ class Cluster:
 
     def down(self) -> list[int]:
         """End the platform as an operator does; return the exit codes of its processes."""
-        mine = {process.pid for process in self.processes}
+        mine = {process.pid for process in self.processes if process.poll() is None}
 
         def known() -> bool:  # a standby that starts when the platform is gone becomes one
             claims = (self.controller(), *standby_notes(self.home))
