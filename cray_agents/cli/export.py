@@ -19,7 +19,7 @@ from rich.progress import MofNCompleteColumn, TextColumn
 from cray_agents.cli.options import Commands, given
 from cray_agents.cli.screen import check_stored, errors, note, progress_bar, settings, size
 from cray_agents.cli.where import WhereOption, parse_where
-from cray_agents.errors import BadInput
+from cray_agents.errors import BadInput, StoreError
 from cray_agents.runtime.exports import exporter
 from cray_agents.runtime.exports.export_files import SHARD_SIZE, ExportProgress, OnProgress
 from cray_agents.runtime.exports.export_format import ExportCounts, LossRules, describe_losses
@@ -123,9 +123,8 @@ def export(
                     shard_size=shard_size or SHARD_SIZE,
                     on_progress=on_progress,
                 )
-            except OSError as error:  # it names a draft
-                why = error.strerror or error
-                raise BadInput(f"{output} cannot be written: {why}", param="output") from error
+            except StoreError as error:
+                raise BadInput(str(error), param="output") from error
     if given().json:
         report = {"format": form, "output": str(output) if output else None, **asdict(summary)}
         print(json.dumps(report, indent=2), file=sys.stdout if output else sys.stderr)

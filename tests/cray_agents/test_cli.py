@@ -206,7 +206,7 @@ def test_no_path_leads_to_a_traceback(tmp_path: Path) -> None:
     for command in ("export -o /proc/x.jsonl", "export --format tokens -o /proc/x", "runs list"):
         done = cli(*command.split(), "--home", "root", cwd=tmp_path)
         assert done.returncode == (0 if command == "runs list" else 2)
-        assert "draft" not in done.stderr
+        assert "draft" not in done.stderr and done.stderr.count("cannot be written") < 2
     (tmp_path / "cray-agents.toml").write_bytes(b"\xff\xfe")
     done = cli("runs", "list", "--home", "root", cwd=tmp_path)
     assert done.returncode == 2 and "cray-agents.toml: 'utf-8' codec" in done.stderr
