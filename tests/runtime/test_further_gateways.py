@@ -142,15 +142,16 @@ async def test_who_has_a_dead_controllers_port_gets_no_secret_and_ends_no_gatewa
         async with false_controller(knows, passes_on) as false:
             site.claim(false.url)
             await until(lambda: false.asked >= 3)  # it goes on to ask
+            await until_status(gateway, "/v1/jobs", 503)  # and not the other one alone
             refused = await gateway.call("POST", "/v1/models/calc/promote", headers=key, json={})
             assert (refused.status, refused.code) == (503, "no_controller")
             assert (await gateway.ask("hello")).status == 200
         proved = knows == TOKEN
         assert (TOKEN.encode() in false.received) is proved, false.received
         assert (b"sk-cray-of-a-client" in false.received) is proved
-    site.claim(site.controller.url)
-    for each in site.gateways:
-        await until_status(each, "/v1/jobs", 200)
+        site.claim(site.controller.url)
+        for each in site.gateways:
+            await until_status(each, "/v1/jobs", 200)
 
 
 @dataclass
