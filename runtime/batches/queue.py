@@ -161,8 +161,7 @@ class BatchQueue:
     def _to_batch(self, folder: BatchFolder) -> Batch:
         """Build OpenAI's object from the state files. The end is written last, and read first."""
         request, end = folder.request(), folder.end()
-        accepted = folder.accepted()
-        finalizing = folder.finalizing()
+        accepted, finalizing = folder.accepted(), folder.finalizing()
         cancelled_at = folder.cancelled_at()
         counts, tokens = LineCounts(), None
         if accepted is not None and end is None:

@@ -93,10 +93,8 @@ async def test_no_text_of_a_client_decides_where_a_request_goes(site: SharedSite
         odd = [*ODD_HEADS, "GET /nothing/@{host}/x HTTP/1.1", "GET /v1/jobs/@{host} HTTP/1.1"]
         for head in odd:
             answer = await gateway.raw(odd_request(head, where))
-            status, error = (
-                int(answer.split()[1]),
-                json.loads(answer.partition(b"\r\n\r\n")[2])["error"],
-            )
+            status = int(answer.split()[1])
+            error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
             assert (status, error["code"]) in (
                 (400, "invalid_http"), (404, "unknown_url"), (404, "not_found"),
             ), (head, answer)  # fmt: skip
