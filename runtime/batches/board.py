@@ -87,6 +87,8 @@ class Board:
             except Corrupt as error:
                 self.fail(batch, error)
                 continue
+            except FileNotFoundError:  # another worker has ended it since
+                continue
             if batch.accepted is not None and batch.next >= len(batch.index):
                 batch.done.update(sealed_chunks(batch.folder))
 

@@ -159,15 +159,13 @@ class BatchQueue:
         self._created[name] = self._folder(name).request().created_at
 
     def _to_batch(self, folder: BatchFolder) -> Batch:
-        """Build OpenAI's object from the state files. The end is read last and takes precedence."""
-        request = folder.request()
-        accepted = folder.accepted()
-        finalizing = folder.finalizing()
+        """Build OpenAI's object from the state files. The end is written last, and read first."""
+        request, end = folder.request(), folder.end()
+        accepted, finalizing = folder.accepted(), folder.finalizing()
         cancelled_at = folder.cancelled_at()
         counts, tokens = LineCounts(), None
-        if accepted is not None:
+        if accepted is not None and end is None:
             counts, tokens = self._count(folder, accepted.lines)
-        end = folder.end()
         status: Status = "validating" if accepted is None else "in_progress"
         if finalizing is not None:
             status = "finalizing"
@@ -185,8 +183,8 @@ class BatchQueue:
             request_counts=counts,
             usage=BatchUsage.of(tokens) if tokens else None,
         )
-        if end is None:
-            return batch
+        if end is None:  # what was counted is gone where it ended meanwhile
+            return batch if folder.end() is None else self._to_batch(folder)
         with self._lock:
             self._progress.pop(folder.id, None)
         return _with_end(batch, end, accepted, cancelled_at)

@@ -234,9 +234,10 @@ def _modified(path: Path) -> float:
 
 
 def _restore(aside: Path) -> None:
-    """Give a content set aside its own name again."""
-    with contextlib.suppress(FileNotFoundError):
-        aside.rename(aside.with_name(aside.name[1 : -len(ASIDE)]))
+    """Give a content set aside its own name again, unless it was stored anew meanwhile."""
+    with contextlib.suppress(FileNotFoundError, FileExistsError):
+        os.link(aside, aside.with_name(aside.name[1 : -len(ASIDE)]))
+    aside.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -133,6 +133,9 @@ def merge(directory: Path) -> Path:
         text = whole.model_copy(update={"parent_sha256": manifest.weights_sha256})
         durable.write_file(draft / MANIFEST, checksums.record_text(text))
         publish_folder(draft, target)
+    except Exception:
+        if not (target / MANIFEST).is_file():  # another was first, and deleted this draft
+            raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     for other in directory.glob(f".{MERGED}.*"):

@@ -109,9 +109,8 @@ class JobTails:
             if not (job / "spec.json").exists():
                 continue
             states[_state(job)] += 1
-            events = job / "events.jsonl"
-            if events.exists():
-                changed.append((events.stat().st_mtime, job.name))
+            with suppress(FileNotFoundError):  # it has not begun
+                changed.append(((job / "events.jsonl").stat().st_mtime, job.name))
         listed = [name for _, name in sorted(changed, reverse=True)[: self._most]]
         self._tails = {name: self._tail(name) for name in listed}
         yield family(
@@ -132,7 +131,7 @@ class JobTails:
 
 def _state(job: Path) -> str:
     """Return a job's state by its files; its scheduler knows more."""
-    if (job / "status.json").exists():
+    with suppress(FileNotFoundError):  # it has none yet, or is tried again
         return str(checksums.read_json(job / "status.json").get("state"))
     return "running" if (job / "attempts").exists() else "queued"
 

@@ -37,9 +37,8 @@ async def test_a_blocked_request_never_reaches_the_model(tmp_path: Path) -> None
         assert (await gateway.ask(ATTACK, stream=True)).code == "content_filter"
         assert gateway.engine.requests == [] and gateway.store.runs() == []
         assert (await gateway.ask("hi")).text == "hello"
-        assert (
-            await gateway.ask("the key")
-        ).text == f"the key is {KEY}"  # answers are not asked for
+        answer = await gateway.ask("the key")  # answers are not asked for
+        assert answer.text == f"the key is {KEY}"
         judges = await gateway.ask(ATTACK, headers={"X-Block": "off"})
         assert judges.status == 200
 

@@ -108,9 +108,8 @@ async def test_a_compressed_body_is_refused(tmp_path: Path, path: str, encoding:
 @pytest.mark.parametrize("head", ODD_HEADS)
 async def test_a_head_that_others_may_read_otherwise_is_refused(tmp_path: Path, head: str) -> None:
     async with site_at(tmp_path) as site, hurried(site, 120) as port:
-        refused, _, body = (await answer_to(port, odd_request(head, "localhost"))).partition(
-            b"\r\n\r\n"
-        )
+        answer = await answer_to(port, odd_request(head, "localhost"))
+        refused, _, body = answer.partition(b"\r\n\r\n")
         assert refused.startswith(b"HTTP/1.1 400 "), refused
         assert json.loads(body)["error"]["code"] == "invalid_http"
 

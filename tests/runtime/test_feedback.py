@@ -83,13 +83,8 @@ async def test_no_event_carries_a_reward_that_is_no_number(gateway: Gateway, run
     path = f"/v1/trajectories/{run_id}/events"
     for wrong in ({"value": "inf"}, {"value": "nan"}, {"value": 1, "turn": -1}):
         body = {"name": "r", **wrong}
-        run = {
-            "agent": "a",
-            "model": "m",
-            "input": "x",
-            "stop_reason": "completed",
-            "rewards": [body],
-        }
+        run: Any = {"agent": "a", "model": "m", "input": "x", "stop_reason": "completed"}
+        run["rewards"] = [body]
         for event in ({"kind": "reward", "body": body}, {"kind": "run", "body": run}):
             status, refused = await gateway.call("POST", path, json={"events": [event]})
             code = "invalid_value" if wrong["value"] == 1 else "reward_refused"

@@ -93,10 +93,8 @@ async def test_no_text_of_a_client_decides_where_a_request_goes(site: SharedSite
         odd = [*ODD_HEADS, "GET /nothing/@{host}/x HTTP/1.1", "GET /v1/jobs/@{host} HTTP/1.1"]
         for head in odd:
             answer = await gateway.raw(odd_request(head, where))
-            status, error = (
-                int(answer.split()[1]),
-                json.loads(answer.partition(b"\r\n\r\n")[2])["error"],
-            )
+            status = int(answer.split()[1])
+            error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
             assert (status, error["code"]) in (
                 (400, "invalid_http"), (404, "unknown_url"), (404, "not_found"),
             ), (head, answer)  # fmt: skip
@@ -142,15 +140,16 @@ async def test_who_has_a_dead_controllers_port_gets_no_secret_and_ends_no_gatewa
         async with false_controller(knows, passes_on) as false:
             site.claim(false.url)
             await until(lambda: false.asked >= 3)  # it goes on to ask
+            await until_status(gateway, "/v1/jobs", 503)  # and not the other one alone
             refused = await gateway.call("POST", "/v1/models/calc/promote", headers=key, json={})
             assert (refused.status, refused.code) == (503, "no_controller")
             assert (await gateway.ask("hello")).status == 200
         proved = knows == TOKEN
         assert (TOKEN.encode() in false.received) is proved, false.received
         assert (b"sk-cray-of-a-client" in false.received) is proved
-    site.claim(site.controller.url)
-    for each in site.gateways:
-        await until_status(each, "/v1/jobs", 200)
+        site.claim(site.controller.url)
+        for each in site.gateways:
+            await until_status(each, "/v1/jobs", 200)
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Idempotency keys: a repeated request gets the same answer, which is sampled once."""
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,20 @@ async def test_a_client_that_waits_for_the_first_may_leave(tmp_path: Path) -> No
         second.cancel()
         assert (await first).status == 200 and sampled(gateway) == 1
         assert same(await first, await gateway.ask("hi", headers=KEY))
+
+
+async def test_a_client_may_leave_while_its_answer_is_recorded(tmp_path: Path) -> None:
+    async with served(tmp_path, counting()) as gateway:
+        commits, go = gateway.store._writer._commits, threading.Event()
+        write, commits._write = commits._write, lambda group: write(group) if go.wait() else []
+        leaves = asyncio.create_task(gateway.ask("hi", headers=KEY, stream=True))
+        await until(lambda: commits._busy)
+        leaves.cancel()
+        again = asyncio.create_task(gateway.ask("hi", headers=KEY, stream=True))
+        for _ in range(3):
+            await gateway.call("GET", "/health")  # it has seen that the first one left
+        go.set()
+        assert "x-idempotent-replayed" in (await again).headers and sampled(gateway) == 1
 
 
 async def test_what_could_not_be_recorded_is_not_repeated(gateway: Gateway) -> None:

@@ -262,8 +262,7 @@ def newest_measures(journal: JobJournal) -> dict[str, Any]:
 
 def read_handover(journal: JobJournal) -> Handover:
     """Return a job's last handover to the scheduler; an empty one if there was none."""
-    path = journal.folder / "scheduler.json"
-    return checksums.read_record(Handover, path) if path.exists() else Handover()
+    return checksums.find_record(Handover, journal.folder / "scheduler.json") or Handover()
 
 
 def note_handover(journal: JobJournal, handover: Handover) -> None:

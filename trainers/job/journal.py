@@ -214,10 +214,12 @@ class JobJournal:
     def wait_reason(self) -> str | None:
         """Why the job waits, as noted last; None if it has started since."""
         path = self.folder / "waits.json"
-        if not path.exists():
+        try:
+            noted, since = checksums.read_json(path), path.stat().st_mtime
+        except FileNotFoundError:  # also of a job that starts just now
             return None
-        noted, newest = checksums.read_json(path), self.folder / "attempts" / str(self.attempts)
-        runs = newest.exists() and newest.stat().st_mtime > path.stat().st_mtime
+        newest = self.folder / "attempts" / str(self.attempts)
+        runs = newest.exists() and newest.stat().st_mtime > since
         return None if runs else str(noted["reason"])
 
     def note_wait(self, reason: str | None) -> None:
@@ -366,8 +368,7 @@ class JobJournal:
 
     def status(self) -> JobStatus | None:
         """Return the final status; None while there is none."""
-        path = self.folder / "status.json"
-        return checksums.read_record(JobStatus, path) if path.exists() else None
+        return checksums.find_record(JobStatus, self.folder / "status.json")
 
     def write_status(self, status: JobStatus) -> None:
         """Record the final status."""

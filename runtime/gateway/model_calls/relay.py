@@ -65,6 +65,7 @@ class StreamRecorder:
         self._wake = asyncio.Event()
         self._keep_alive = keep_alive
         self._hold = hold
+        self._recording = False
         self._quiet = True  # since the last beat
         self._timer = asyncio.get_running_loop().call_later(keep_alive, self._beat)
         self._task = start_task("recording of a stream", self._read())
@@ -102,7 +103,8 @@ class StreamRecorder:
 
     def stop(self) -> None:
         """Stop reading: the client has left or has everything."""
-        self._task.cancel()
+        if not self._recording:  # else a repeat would not find what is being written
+            self._task.cancel()
 
     def _put(self, piece: Piece) -> None:
         self._ready.append(piece)
@@ -137,6 +139,7 @@ class StreamRecorder:
                 cut, end = "error", error
             events = b"".join(self._seen)
             whole = events.removesuffix(last) + end if isinstance(end, bytes) else end
+            self._recording = True
             await self._record(events, cut, whole)
             if end is not None:
                 self._put(end)
