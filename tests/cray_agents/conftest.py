@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+
+from tests.support.scripted_services import server_of
 
 
 class Server:
@@ -68,11 +69,7 @@ class Server:
 @pytest.fixture
 def server() -> Iterator[Server]:
     server = Server()
-    config = uvicorn.Config(
-        server.app(), port=0, log_config=None, log_level="error", lifespan="off",
-        timeout_keep_alive=600,
-    )  # fmt: skip
-    web = uvicorn.Server(config)
+    web = server_of(server.app(), timeout_keep_alive=600)
     sock = socket.create_server(("127.0.0.1", 0), backlog=1024)
     server.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     thread = threading.Thread(target=web.run, kwargs={"sockets": [sock]}, daemon=True)

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 import uvloop
 
 from cray_agents.paths import Home
@@ -30,7 +29,7 @@ from cray_agents.testing import ScriptedEngine
 from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_platform import PROBE
 from tests.support.scripted_services import first_version as first_version
-from tests.support.scripted_services import start_pool
+from tests.support.scripted_services import server_of, start_pool
 from tests.support.scripted_trainer import ScriptedTrainer
 
 ROOT = Path(__file__).parents[2]
@@ -60,14 +59,7 @@ async def serve(home: Home, port: int, hold: float) -> None:
     await start_pool(pool, home, registry)
     with socket.create_server(("127.0.0.1", port), backlog=1024) as listener:
         print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
-        config = uvicorn.Config(
-            create_app(services),
-            log_config=None,
-            log_level="error",
-            lifespan="off",
-            timeout_keep_alive=75,
-        )
-        await uvicorn.Server(config).serve(sockets=[listener])
+        await server_of(create_app(services)).serve(sockets=[listener])
     await pool.stop()
     await services.store.close()
 

@@ -35,7 +35,7 @@ from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
 from tests.support.in_process_engine import InProcessEngine
 from tests.support.loops import grouped
-from tests.support.scripted_services import first_version, start_pool
+from tests.support.scripted_services import first_version, server_of, start_pool
 from tests.support.timed_trainer import TimedTrainer
 
 CLOCKS = {"seconds", "wall", "idle_share"}
@@ -99,16 +99,11 @@ def shape(iterations: list[Iteration]) -> list[dict[str, Any]]:
 
 async def serve(home: Home, port: int) -> None:
     """The platform, until it is killed."""
-    import uvicorn
-
     registry = first_version(home)
     pool = Pool([InProcessEngine(ScriptedEngine(echo, delay=0.01))], wait_timeout=2)
     services = Services(home, Store(home), registry, TimedTrainer(home, 0.3), pool)
     await start_pool(pool, home, registry)
-    config = uvicorn.Config(
-        create_app(services), port=port, log_level="error", lifespan="off", timeout_keep_alive=75
-    )
-    await uvicorn.Server(config).serve()
+    await server_of(create_app(services), port=port).serve()
 
 
 def live(url: str) -> None:

@@ -42,7 +42,7 @@ from cray_agents.training_commands import (
 )
 from cray_agents.training_jobs import Layout
 from tests.support.in_process_engine import InProcessEngine
-from tests.support.scripted_services import first_version, start_pool
+from tests.support.scripted_services import first_version, server_of, start_pool
 
 if TYPE_CHECKING:
     import torch
@@ -137,22 +137,13 @@ async def persist(url: str, out: Path) -> None:
 
 async def serve(home: Home, port: int) -> None:
     """The platform, until it is killed."""
-    import uvicorn
-
     registry = first_version(home, model=home.root.parent / "model")
     with LocalProcesses(home.slurm) as scheduler:
         trainer = MegatronTrainer(home, scheduler, Resources(ranks=1))
         pool = Pool([InProcessEngine(ScriptedEngine(["."]))])
         services = Services(home, Store(home), registry, trainer, pool)
         await start_pool(pool, home, registry)
-        config = uvicorn.Config(
-            create_app(services),
-            port=port,
-            log_level="error",
-            lifespan="off",
-            timeout_keep_alive=75,
-        )
-        await uvicorn.Server(config).serve()
+        await server_of(create_app(services), port=port).serve()
 
 
 def main() -> None:

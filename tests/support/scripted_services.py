@@ -38,12 +38,17 @@ async def start_pool(pool: Pool, home: Home, registry: Registry, name: str = "m"
     await pool.start(folder, version.id, read_manifest(folder).probe)
 
 
+def server_of(app: Any, **options: Any) -> uvicorn.Server:
+    """A server of an application. `options` are uvicorn's."""
+    usual: dict[str, Any] = {"log_config": None, "log_level": "error", "lifespan": "off"}
+    usual["timeout_keep_alive"] = 75  # as `up` has it: longer than a client keeps a connection
+    return uvicorn.Server(uvicorn.Config(app, **usual | options))
+
+
 @asynccontextmanager
 async def listening(app: Any, **options: Any) -> AsyncIterator[str]:
     """Serve an application at a free port of this host; its URL. `options` are uvicorn's."""
-    usual: dict[str, Any] = {"port": 0, "log_config": None, "log_level": "error", "lifespan": "off"}
-    usual["timeout_keep_alive"] = 75  # as `up` has it: longer than a client keeps a connection
-    server = uvicorn.Server(uvicorn.Config(app, **usual | options))
+    server = server_of(app, **{"port": 0} | options)
     task = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110 - uvicorn tells it by this flag alone
         await asyncio.sleep(0.01)
