@@ -21,6 +21,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -156,17 +157,19 @@ async def keep_ledger(
     with ExitStack() as opened:
         driver = await asyncio.to_thread(opened.enter_context, nvml())
         account = _ReplicaAccount(devices, sampled(), driver)
+        thread = opened.enter_context(ThreadPoolExecutor(1, "ledger"))  # so that the end comes last
+        run = asyncio.get_running_loop().run_in_executor
         try:
             while True:
                 begun = time.monotonic()
                 while time.monotonic() - begun < beat:
                     if lines := account.changes(replicas()):
-                        await asyncio.to_thread(ledger.write, lines)
+                        await run(thread, ledger.write, lines)
                     await asyncio.sleep(every)
-                await asyncio.to_thread(ledger.write, account.work(replicas(), sampled()))
+                await run(thread, ledger.write, account.work(replicas(), sampled()))
         finally:
-            ledger.write([*account.work(replicas(), sampled()), *account.leave()])
-            ledger.close()
+            thread.submit(ledger.write, [*account.work(replicas(), sampled()), *account.leave()])
+            thread.submit(ledger.close).result()
 
 
 class _ReplicaAccount:
@@ -199,9 +202,8 @@ class _ReplicaAccount:
                 continue
             self._places[number] = place
             if before["node"] not in ("", place["node"]):
-                lines.append(
-                    LedgerLine(time=now, event="leave", joules=self._joules(number), **before)
-                )
+                joules = self._joules(number)
+                lines.append(LedgerLine(time=now, event="leave", joules=joules, **before))
                 self._meters.pop(number, None)
                 self._spent.pop(number, None)
             if place["node"]:  # one that waits for its place holds nothing

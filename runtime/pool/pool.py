@@ -347,6 +347,7 @@ class Pool(RequestRouter):
                 busy, since = slot.requests.busy_seconds, self._now()
             elif self._now() - since >= self._spare_seconds:
                 await slot.shut_down()
+                busy = -1.0  # what is started next has a time of its own
 
     @asynccontextmanager
     async def asleep(self) -> AsyncIterator[dict[str, float]]:

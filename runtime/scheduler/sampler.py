@@ -221,7 +221,8 @@ def _cpu_seconds(pid: int) -> float | None:
     fields = text[text.rfind(")") + 2 :].split()
     if len(fields) <= 12:
         return None
-    children = [text_of(path) for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    tasks = Path(f"/proc/{pid}/task")  # which may be gone by now
+    children = [text_of(tasks / name / "children") for name in durable.names_in(tasks)]
     below = sum(_cpu_seconds(int(child)) or 0.0 for child in " ".join(children).split())
     return (int(fields[11]) + int(fields[12])) / _TICKS + below
 
