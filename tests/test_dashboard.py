@@ -212,7 +212,7 @@ def test_an_iteration_shows_its_evidence_and_each_pair_compares(
     page.page.get_by_role("link", name="1", exact=True).click()
     page.page.wait_for_selector(".lane-bar")
     assert "hidden probes" in page.text() or "odd" in page.text()
-    assert f"loop {LOOP}" in page.text() and "of 20" in page.text()
+    assert f"loop {LOOP}" in page.text() and "20 needed" in page.text()
     with page.page.expect_download() as saved:
         page.page.get_by_role("button", name="Download for Perfetto").click()
     assert json.loads(saved.value.path().read_text())["otherData"]["loop"] == LOOP

@@ -9,12 +9,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import typer
-from rich.cells import cell_len
-from rich.table import Table
-from rich.text import Text
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.screen import cell, console, note, one_line, open_store, print_json, show
+from cray_agents.cli.screen import console, note, open_store, print_json, print_table, show
 from cray_agents.cli.where import WhereOption, parse_where
 from cray_agents.errors import BadInput
 from cray_agents.queries import RunQuery
@@ -27,10 +24,7 @@ ORDERS = get_args(RunQuery.model_fields["order"].annotation)
 COLUMNS = (
     "id", "agent", "model", "stop_reason", "reward", "turns", "tokens", "age", "input", "output",
 )  # fmt: skip
-NUMBERS = {"reward", "turns", "tokens", "age"}
-LONG = ("input", "output")  # columns that give way where the screen is narrow
-MOST_TEXT, LEAST_TEXT = 40, 10  # characters of LONG columns
-GAP = 2  # between columns
+WIDE, MOST_TEXT, LEAST_TEXT = 110, 40, 10  # a wider screen shows so much of input and output
 AGES = ((86_400 * 2, 86_400, "d"), (3600 * 2, 3600, "h"), (120, 60, "m"), (0, 1, "s"))
 TURNS = ["turn", "seconds", "bytes", "prompt", "sampled", "tools", "errors", "reward", "finish"]
 MOST_TURNS = 100_000  # of an outline
@@ -64,7 +58,13 @@ def list_runs(
     if given().json:
         print_json(rows)
         return
-    console.print(table(rows, console.width))
+    room = min(MOST_TEXT, (console.width - WIDE) // 2)
+    for each in rows:
+        each["age"] = age(time.time() - each["started"]) if each["started"] else None
+        for name in ("input", "output"):
+            text = " ".join(str(each[name] or "-").split())
+            each[name] = text if len(text) <= room else f"{text[: room - 1]}…"
+    print_table(rows, COLUMNS if room >= LEAST_TEXT else COLUMNS[:-2])
     if len(matches) > limit:
         note(f"there are more: --after {matches[limit - 1].run_id}")
 
@@ -140,29 +140,6 @@ def row(facts: "RunFacts") -> dict[str, Any]:
         **known,
         "tokens": facts.prompt_tokens + facts.sampled_tokens,
     }
-
-
-def table(rows: list[dict[str, Any]], width: int) -> Table:
-    """Return rows as a table of `width` characters; ids are never cut: people copy them."""
-    now = time.time()
-    aged = [{**row, "age": age(now - row["started"]) if row["started"] else None} for row in rows]
-    cells = {name: [one_line(cell(row.get(name))) for row in aged] for name in COLUMNS}
-    widths = {name: max(map(cell_len, [name, *cells[name]])) for name in COLUMNS}
-    left = width - sum(widths[name] + GAP for name in COLUMNS if name not in LONG)
-    result = Table(box=None, header_style="bold", pad_edge=False)
-    names = [name for name in COLUMNS if name not in LONG or left >= len(LONG) * (LEAST_TEXT + GAP)]
-    for name in names:
-        most = min(MOST_TEXT, left // len(LONG) - GAP) if name in LONG else None
-        result.add_column(
-            name,
-            justify="right" if name in NUMBERS else "left",
-            no_wrap=True,
-            min_width=widths[name] if name == "id" else None,
-            max_width=most,
-        )
-    for each in zip(*(cells[name] for name in names), strict=True):
-        result.add_row(*map(Text, each))
-    return result
 
 
 def age(seconds: float) -> str:

@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Table
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from cray_agents.runtime.store import Store
 
 LOG_WIDTH = 100  # columns, where there is no terminal to ask
+GAP = 2  # between the columns of a table
 _C1 = range(0x7F, 0xA0)  # with DEL; U+009B begins a command to xterm, as ESC [ does
 _BIDI = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))  # they turn the order of what follows
 _PICTURES: dict[int, int | str] = {
@@ -104,12 +105,31 @@ def show(
 
 
 def print_table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
-    """Print rows as a table of some columns."""
+    """Print rows as a table of some columns, or a block each where the screen is too narrow.
+
+    No word is ever cut: people copy them.
+    """
+    heads = [column.replace("_", " ") for column in columns]
+    texts = [[one_line(cell(row.get(column))) for column in columns] for row in rows]
+    places = list(zip(heads, *texts, strict=True))
+    widths = [max(map(cell_len, " ".join(place).split())) for place in places]
+    if (spare := console.width - sum(widths) - GAP * (len(widths) - 1)) < 0:
+        for name, *others in texts:
+            say(name)
+            line(", ".join(map(" ".join, zip(heads[1:], others, strict=True))), indent=2)
+        return
+    whole = [max(map(cell_len, place)) for place in places]
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for place, column in enumerate(columns):  # the first is a name, which people copy whole
-        table.add_column(column, overflow="fold", no_wrap=place == 0)
-    for row in rows:
-        table.add_row(*(escape(cell(row.get(column))) for column in columns))
+    for place in sorted(range(len(whole)), key=whole.__getitem__):
+        more = min(spare, whole[place] - widths[place])
+        widths[place] += more
+        spare -= more
+    for column, head, width in zip(columns, heads, widths, strict=True):
+        kinds = {type(row.get(column)) for row in rows if row.get(column) is not None}
+        numbers = bool(kinds) and kinds <= {int, float}
+        table.add_column(head, justify="right" if numbers else "left", width=width)
+    for each in texts:
+        table.add_row(*map(Text, each))
     console.print(table)
 
 

@@ -217,7 +217,7 @@ def _verdict(
     if failed:
         return "reject", f"worse by more than {test.tolerance:g} on {_list_guards(failed)}"
     rounded = math.floor(10 * wealth.wealth * (1 + 1e-9)) / 10  # as `reached` reads it
-    evidence = f"evidence {rounded:g} of {wealth.goal:.3g}"
+    evidence = f"evidence {rounded:g}, {wealth.goal:.3g} needed"
     if wealth.reached:
         undecided = [] if exhausted else _undecided_tags(guards, test, planned)
         if undecided:

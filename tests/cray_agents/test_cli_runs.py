@@ -1,7 +1,6 @@
 """`cray-agents runs`: a real store, listed, shown, compared and counted, for people and as JSON."""
 
 import asyncio
-import io
 import json
 import os
 import re
@@ -11,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from cray_agents.cli.runs import age, table
+from cray_agents.cli.runs import age
+from cray_agents.cli.screen import console
 from cray_agents.paths import Home
 from cray_agents.records import (
     Event,
@@ -46,13 +45,6 @@ def process(*words: object, **environment: str) -> subprocess.CompletedProcess[s
     argv = [sys.executable, "-m", "cray_agents", "runs", *map(str, words)]
     env = {k: v for k, v in os.environ.items() if not k.startswith("CRAY_AGENTS_")} | environment
     return subprocess.run(argv, env=env, capture_output=True, text=True)
-
-
-def listed(home: Path, columns: int) -> list[str]:
-    """The table of a list on a screen of that width, as lines."""
-    screen = Console(width=columns, file=io.StringIO())
-    screen.print(table(json.loads(cli("list", "--json", home=home)), columns))
-    return screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
 def events(run_id: str, answer: str, **more: Any) -> list[Event]:
@@ -153,16 +145,21 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_list(home: Path) -> None:
-    lines = listed(home, 200)
+def test_list(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "_width", 200)
+    lines = cli("list", home=home).splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["run_b", "run_c", LONG_ID]
-    headings = "id agent model stop_reason reward turns tokens age input output"
+    headings = "id agent model stop reason reward turns tokens age input output"
     assert " ".join(lines[0].split()) == headings
     row = next(line for line in lines if line.startswith(LONG_ID)).split()
     assert row[1:7] == ["calc", "calc@3", "completed", "1.500", "2", "10"]
     assert row[7].endswith("d") and row[-1] == "432"
-    assert cli("list", home=home).splitlines() == [line.rstrip() for line in listed(home, 100)]
-    assert len(cli("list", "--limit", 2, home=home).splitlines()) == 3
+    monkeypatch.setattr(console, "_width", 60)  # a block each
+    about = (
+        "  agent calc, model calc@3, stop reason completed, reward 1.500, turns 2, tokens 10, age "
+    )
+    assert f"{LONG_ID}\n{about}" in cli("list", home=home)
+    assert len(cli("list", "--limit", 2, home=home).splitlines()) == 4
 
 
 def test_lists_are_filtered_and_paged(home: Path) -> None:
@@ -252,7 +249,7 @@ def test_stats(home: Path) -> None:
     assert rows[0]["mean_reward"] == 0.75 and rows[0]["sampled_tokens"] == 8
     (row,) = json.loads(cli("stats", "--where", "loop=sums iteration=3", "--json", home=home))
     assert (row["runs"], row["errors"], row["infrastructure"]) == (1, 1, 1)
-    assert "mean_reward" in cli("stats", "--by", "agent,model", home=home)
+    assert "mean reward" in cli("stats", "--by", "agent,model", home=home)
 
 
 def test_mistakes(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_a_promotion_never_says_that_the_evidence_falls_short() -> None:
     steps = [0, 0, 1, 1, 1, 1, 1, -1, 1, 1]  # whose wealth is 19.999999999999996
     pairs = [Pair(task=f"{n}", incumbent=d < 0, candidate=d > 0) for n, d in enumerate(steps)]
     decision = decide(pairs, PromotionTest(hidden=0), planned={None: 10}, exhausted=True)
-    assert decision.reason == "better: evidence 20 of 20"
+    assert decision.reason == "better: evidence 20, 20 needed"
 
 
 def test_a_stream_finds_a_difference_and_keeps_its_level() -> None:

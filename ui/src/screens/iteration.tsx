@@ -119,7 +119,7 @@ function DecisionCard({ detail }: { detail: Detail }) {
             compared(detail) &&
               `${number(record.wins)} won, ${number(record.losses)} lost, ${number(record.ties)} even${numbers ? `, of at most ${number(numbers.planned)}` : ""}`,
           ],
-          ["evidence", compared(detail) && `${number(record.evidence)}${numbers ? ` of ${number(numbers.limit)}` : ""}`],
+          ["evidence", compared(detail) && `${number(record.evidence)}${numbers ? `, ${number(numbers.limit)} needed` : ""}`],
           [
             "incomplete",
             compared(detail) &&
@@ -191,7 +191,7 @@ function GuardsCard({ detail }: { detail: Detail }) {
             </>,
             number(one.tasks),
             `${signed(one.difference)} ± ${number(one.error)}`,
-            `${number(one.evidence)} of ${number(one.limit)}`,
+            `${number(one.evidence)}, fails at ${number(one.limit)}`,
           ])}
         />
       )}
