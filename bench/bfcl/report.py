@@ -19,6 +19,7 @@ COLOURS = {
     "base": "#8c959f", "rft": "#0969da", "grpo": "#54aeff", "examples": "#1a7f37",
     "examples-rft": "#4ac26b", "trl": "#bf8700", "control": "#d0d7de"
 }  # fmt: skip
+IN_ROW = 4  # names of arms above the picture
 Marks = dict[str, str]
 
 
@@ -110,7 +111,8 @@ def difference(marks: Sequence[str], before: str) -> tuple[float, float]:
 
 def draw(arms: dict[str, list[dict[str, Any]]]) -> str:
     """The picture: a group of bars for each category, a bar with its interval for each arm."""
-    names, top, height, bar = [*arms["base"][0]["right"]], 40, 180, 22
+    names, height, bar = [*arms["base"][0]["right"]], 180, 22
+    top = 24 + 16 * math.ceil(len(arms) / IN_ROW)
     group = bar * len(arms) + 30
     width = 60 + group * len(names)
     lines = []
@@ -136,12 +138,12 @@ def draw(arms: dict[str, list[dict[str, Any]]]) -> str:
             f'text-anchor="middle">{name}</text>'
         )
     for number, kind in enumerate(arms):
-        x = 50 + 150 * number
+        x, y = 50 + 210 * (number % IN_ROW), 12 + 16 * (number // IN_ROW)
         lines.append(
-            f'<rect x="{x}" y="12" width="10" height="10" fill="{COLOURS[kind]}"/>'
-            f'<text x="{x + 14}" y="21">{KINDS[kind]}</text>'
+            f'<rect x="{x}" y="{y}" width="10" height="10" fill="{COLOURS[kind]}"/>'
+            f'<text x="{x + 14}" y="{y + 9}">{KINDS[kind]}</text>'
         )
-    wide = max(width, 60 + 150 * len(arms))
+    wide = max(width, 60 + 210 * IN_ROW)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {top + height + 30}" '
         'font-family="sans-serif" font-size="11" fill="#24292f">\n'
