@@ -113,6 +113,7 @@ def print_table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
     texts = [[one_line(cell(row.get(column))) for column in columns] for row in rows]
     places = list(zip(heads, *texts, strict=True))
     widths = [max(map(cell_len, " ".join(place).split())) for place in places]
+    widths[0] = max(map(cell_len, places[0]))  # names stay on a line
     if (spare := console.width - sum(widths) - GAP * (len(widths) - 1)) < 0:
         for name, *others in texts:
             say(name)

@@ -544,7 +544,7 @@ async def test_heads_at_a_replica_are_bounded(gateway: Gateway) -> None:
     """Whoever reaches its socket sends them, without its secret."""
     path = socket_of(gateway.pool.status()[0]["pid"])
     reader, writer = await asyncio.open_unix_connection(path)
-    writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 70_000)
+    writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 70_000 + b"\r\n\r\n")
     async with asyncio.timeout(100):
         assert b" 431 " in await reader.readuntil(b"\r\n")
     writer.close()

@@ -161,4 +161,4 @@ async def test_the_reading_of_weights_beside_what_was_measured(tmp_path: Path) -
             assert (told["weights"], told["read_seconds"], told["measured"]) == (3e6, 0.0015, [])
             assert "measured" not in (await plan("10M", "--home", home.root)).stdout
             shown = (await plan("calc", "--home", home.root)).stdout
-            assert "measured seconds of the last start" in shown and "first_token" in shown
+            assert "measured seconds of the last start" in shown and "first token" in shown
