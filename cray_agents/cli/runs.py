@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 import typer
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.screen import console, note, open_store, print_json, print_table, show
+from cray_agents.cli.screen import console, note, open_store, print_json, show
 from cray_agents.cli.where import WhereOption, parse_where
 from cray_agents.errors import BadInput
 from cray_agents.queries import RunQuery
@@ -64,7 +64,7 @@ def list_runs(
         for name in ("input", "output"):
             text = " ".join(str(each[name] or "-").split())
             each[name] = text if len(text) <= room else f"{text[: room - 1]}…"
-    print_table(rows, COLUMNS if room >= LEAST_TEXT else COLUMNS[:-2])
+    show(rows, COLUMNS if room >= LEAST_TEXT else COLUMNS[:-2])
     if len(matches) > limit:
         note(f"there are more: --after {matches[limit - 1].run_id}")
 

@@ -121,7 +121,7 @@ def print_table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
         return
     whole = [max(map(cell_len, place)) for place in places]
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for place in sorted(range(len(whole)), key=whole.__getitem__):
+    for place in sorted(range(len(whole)), key=whole.__getitem__):  # the widest wrap their words
         more = min(spare, whole[place] - widths[place])
         widths[place] += more
         spare -= more
