@@ -7,7 +7,6 @@ on its finish reason. Called by answer.py.
 """
 
 import asyncio
-import re
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
@@ -26,8 +25,6 @@ from cray_agents.runtime.gateway.model_calls.call import Call, Piece
 from cray_agents.runtime.gateway.services import Services
 
 KEEP_ALIVE = b": keep-alive\n\n"
-# what tells a client that a sequence has ended; JSON escapes quotes and newlines within strings
-_FINISH = re.compile(rb'"finish_reason":"|^event: message_delta$', re.MULTILINE)
 
 Record = Callable[[bytes, str | None, Piece], Awaitable[None]]
 
@@ -173,11 +170,14 @@ class StreamRecorder:
 
     def _find_end(self, piece: bytes) -> int:
         """Return where the events begin that tell the end of the last sequence; -1: not here."""
-        for match in _FINISH.finditer(piece):
+        finish = self._call.api.finish
+        at = piece.find(finish)
+        while at >= 0:
             self._unfinished -= 1
             if not self._unfinished:
-                head, end, _ = piece[: match.start()].rpartition(b"\n\n")
+                head, end, _ = piece[:at].rpartition(b"\n\n")
                 return len(head + end)
+            at = piece.find(finish, at + 1)
         return piece.find(self._call.api.last_event)
 
 

@@ -20,6 +20,8 @@ class SamplingApi:
     Args:
         path: its route.
         id_prefix: beginning of its answers' ids.
+        finish: tells in a stream that a sequence has ended. No text of an answer can hold it: JSON
+            escapes quotes and newlines.
         last_event: beginning of the event that ends a stream.
         parse_request: returns a request's conversation. Raises BadInput if it has none.
         parse_answer: returns the assistant's message of each choice of a whole answer.
@@ -30,6 +32,7 @@ class SamplingApi:
 
     path: str
     id_prefix: str
+    finish: bytes
     last_event: bytes
     parse_request: Callable[[Body], list[Message]]
     parse_answer: Callable[[Body], list[Message]]

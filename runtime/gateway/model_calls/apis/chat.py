@@ -69,6 +69,7 @@ def _extend_call(call: dict[str, Any], piece: dict[str, Any]) -> None:
 CHAT = SamplingApi(
     path="/v1/chat/completions",
     id_prefix="chatcmpl-",
+    finish=b'"finish_reason":"',
     last_event=b"data: [DONE]\n\n",
     parse_request=_parse_request,
     parse_answer=_parse_answer,
@@ -88,6 +89,7 @@ def _parse_prompt(request: Body) -> list[Message]:
 COMPLETIONS = SamplingApi(
     path="/v1/completions",
     id_prefix="cmpl-",
+    finish=b'"finish_reason":"',
     last_event=b"data: [DONE]\n\n",
     parse_request=_parse_prompt,
     parse_answer=_parse_answer,

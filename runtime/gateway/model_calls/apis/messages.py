@@ -115,6 +115,7 @@ _DELTA_FIELDS = {"text": "text", "thinking": "thinking", "partial_json": "input"
 MESSAGES = SamplingApi(
     path="/v1/messages",
     id_prefix="chatcmpl-",  # vLLM answers through its chat completions
+    finish=b"event: message_delta\n",
     last_event=b"event: message_stop\n",
     parse_request=_parse_request,
     parse_answer=_parse_answer,

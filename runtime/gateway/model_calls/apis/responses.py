@@ -124,6 +124,7 @@ def _parse_stream(events: list[Body], samples: int) -> list[Message]:
 RESPONSES = SamplingApi(
     path="/v1/responses",
     id_prefix="resp_",
+    finish=b"event: response.completed\n",
     last_event=b"event: response.completed\n",
     parse_request=_parse_request,
     parse_answer=_parse_answer,
