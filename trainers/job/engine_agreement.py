@@ -24,7 +24,7 @@ from cray_agents.runtime.registry.registry import Registry
 from cray_agents.trainers.data.samples import Floats, Ints, Samples
 from cray_agents.training_jobs import JobSpec
 
-MOST = 256  # samples compared, at most
+MOST = 128  # samples compared, at most
 FLOAT32_LIMIT = 0.01  # nats, of the largest difference
 CAP = 2.0  # the usual importance_cap
 LARGEST = 20.0  # log of a ratio, as in methods/grpo.py
