@@ -68,6 +68,7 @@ adapters in vLLM | runtime/adapters | |
 KV of prompts in files that replicas share | runtime/kv_tier | |
 weights sent by NCCL or IPC | runtime/weight_transfer | |
 GPUs divided, or used by turns | runtime/gpu_placement cray_agents/gpu_turns | |
+a training suspended for requests, by a scripted `cuda-checkpoint` | cray_agents/gpu_turns | |
 replicas as Slurm jobs | | runtime/slurm_replicas up_replicas |
 weights copied to the replicas' hosts | runtime/weight_copies | runtime/weight_copies |
 replicas that come and go | runtime/scaling | cray_agents/preemption runtime/warm_replicas |

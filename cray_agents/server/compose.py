@@ -262,8 +262,8 @@ async def run(
         for number in range(1, config.gateways):
             keep("further gateway", partial(run_gateway, config, port, number), str(number))
     if training is not None:
-        is_asked = partial(asks_for_replicas, pool, services.admission, shares)
-        keep("GPU turns", partial(take_turns, pool, training, is_asked, report=say))
+        asked = partial(is_asked, services.admission, shares)
+        keep("GPU turns", partial(take_turns, pool, training, asked, report=say))
     await services.fine_tuning.start()
     try:
         say(f"gateway: {address(listener)}/v1; Ctrl-C ends it")
@@ -424,9 +424,9 @@ def check_serving(
         check_weights_fit(version.id, size, len(placement.replicas[0]), resources.gpus.gib)
 
 
-def asks_for_replicas(pool: Pool, admission: Admission, shares: GatewayShares) -> bool:
-    """Tell whether requests are under way or wait, or whether versions are being changed."""
-    return admission.demand > 0 or shares.demand > 0 or pool.swapping
+def is_asked(admission: Admission, shares: GatewayShares) -> bool:
+    """Tell whether requests are under way or wait."""
+    return admission.demand > 0 or shares.demand > 0
 
 
 def make_admission(

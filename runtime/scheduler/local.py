@@ -70,7 +70,8 @@ class LocalProcesses:
         self.grace = grace
         self._directory = directory.resolve() / "local"
         self._lock = threading.RLock()
-        self._running: dict[str, tuple[str, ...]] = {}  # the GPUs of each command started here
+        # the GPUs and the process group of each command started here
+        self._running: dict[str, tuple[tuple[str, ...], int]] = {}
         self._supervised = Supervised(self._directory)  # ends what a killed predecessor left
         self._waiting = waiting_commands(self._directory)
         self._closed = False
@@ -194,11 +195,14 @@ class LocalProcesses:
             finally:
                 self._starts_waiting = False
 
-    def on_gpus(self) -> list[str]:
-        """Return the names of the living commands that were given GPUs."""
+    def on_gpus(self) -> dict[str, int]:
+        """Return the process groups of the living commands that were given GPUs, by name."""
         with self._lock:
-            running = [each for each, gpus in self._running.items() if gpus and self._lives(each)]
-        return [command_id.rpartition(".")[0] for command_id in running]
+            return {
+                command_id.rpartition(".")[0]: group
+                for command_id, (gpus, group) in self._running.items()
+                if gpus and self._lives(command_id)
+            }
 
     def _start(self, command_id: str, command: Command, gpus: tuple[str, ...] = ()) -> None:
         """Start a command on its GPUs; without any it sees what there is."""
@@ -208,7 +212,7 @@ class LocalProcesses:
         if before := preparation(self._settings):
             prepared = f'end() {{ exit "$1"; }}\n{before}exec "$@"'
             argv = ["/bin/bash", "-c", prepared, "task", *argv]
-        self._supervised.start(
+        group = self._supervised.start(
             command_id,
             argv,
             env=clean_environment(environment),
@@ -217,7 +221,7 @@ class LocalProcesses:
             ended=str(self._file(command_id, "ended")),
             minutes=command.minutes,
         )
-        self._running[command_id] = gpus
+        self._running[command_id] = (gpus, group)
 
     def _start_waiting(self) -> None:
         """Start the commands whose turn has come. None overtakes one that waits for more GPUs."""
@@ -250,7 +254,7 @@ class LocalProcesses:
         self._waiting.pop(command_id).unlink()
 
     def _free_gpus(self) -> tuple[str, ...]:
-        living = [gpus for command_id, gpus in self._running.items() if self._lives(command_id)]
+        living = [gpus for each, (gpus, _) in self._running.items() if self._lives(each)]
         return tuple(gpu for gpu in self.gpus if not any(gpu in gpus for gpus in living))
 
     def _lives(self, command_id: str) -> bool:

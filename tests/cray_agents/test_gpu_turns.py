@@ -111,7 +111,7 @@ async def site(
 ) -> AsyncIterator[Site]:
     engine = ScriptedEngine(says_version)
     async with serving(tmp_path, InProcessEngine(engine), **settings) as pool:
-        site = Site(pool, engine, TrainingSide(home, scheduler))
+        site = Site(pool, engine, TrainingSide(home, scheduler, patience=0.0, work=0.0))
         task = site.begin()
         yield site
         task.cancel()
@@ -148,8 +148,7 @@ async def test_a_killed_job_gives_the_gpu_back(
 ) -> None:
     async with site(tmp_path, home, scheduler) as here:
         scheduler.submit(job(home, "first"))
-        await until(lambda: runs(home, "first") and bool((home.jobs / "first.runs").read_text()))
-        os.kill(int((home.jobs / "first.runs").read_text()), signal.SIGKILL)
+        os.kill(await pid_of(home, "first"), signal.SIGKILL)
         await until(lambda: here.turns == 1)
         assert await ask(here.pool, "m@1") == "m@1"
         assert scheduler.status("first").state == "failed"
@@ -225,6 +224,134 @@ async def test_the_end_of_the_platform_does_not_wait_for_a_turn(
         scheduler.submit(job(home, "first"))
         await until(lambda: runs(home, "first"))
     assert here.engine.asleep and here.turns == 0
+
+
+#: NVIDIA's tool: jobs that say that they run use CUDA, and the order fails that `fails` names.
+TOOL = """#!/bin/sh
+cd "{0}"
+case "$1" in
+  --get-state) grep -qsx "$3" {1}/*.runs ;;
+  --action) echo "$2" >> orders; ! grep -qx "$2" fails ;;
+esac
+"""
+
+
+class CudaCheckpoint:
+    """A stand-in for NVIDIA's tool, on the PATH."""
+
+    def __init__(self, folder: Path, jobs: Path) -> None:
+        self._orders, self._fails = folder / "orders", folder / "fails"
+        self._orders.touch()
+        self._fails.touch()
+        (folder / "cuda-checkpoint").write_text(TOOL.format(folder, jobs))
+        (folder / "cuda-checkpoint").chmod(0o700)
+
+    def fails(self, order: str) -> None:
+        self._fails.write_text(f"{order}\n")
+
+    @property
+    def orders(self) -> list[str]:
+        return self._orders.read_text().split()
+
+
+@pytest.fixture
+def tool(tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch) -> CudaCheckpoint:
+    folder = tmp_path / "tool"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    return CudaCheckpoint(folder, home.jobs)
+
+
+async def pid_of(home: Home, name: str) -> int:
+    await until(lambda: runs(home, name) and bool((home.jobs / f"{name}.runs").read_text()))
+    return int((home.jobs / f"{name}.runs").read_text())
+
+
+def stands_still(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+async def test_requests_that_wait_suspend_a_job(
+    tmp_path: Path, home: Home, scheduler: LocalProcesses, tool: CudaCheckpoint
+) -> None:
+    async with site(tmp_path, home, scheduler) as here:
+        scheduler.submit(job(home, "first"))
+        pid = await pid_of(home, "first")
+        here.asked = True
+        assert await ask(here.pool, "m@1") == "m@1"
+        await until(lambda: stands_still(pid))
+        assert tool.orders == ["lock", "checkpoint"]
+        here.asked = False
+        await until(lambda: not stands_still(pid))
+        stop(home, "first")
+        await until(lambda: scheduler.status("first").state == "succeeded" and here.turns == 2)
+        assert tool.orders == ["lock", "checkpoint", "restore", "unlock"]
+        assert await ask(here.pool, "m@1") == "m@1"
+
+
+async def test_a_job_whose_work_on_the_gpu_does_not_end_is_not_suspended(
+    tmp_path: Path, home: Home, scheduler: LocalProcesses, tool: CudaCheckpoint
+) -> None:
+    tool.fails("lock")
+    async with site(tmp_path, home, scheduler) as here:
+        scheduler.submit(job(home, "first"))
+        pid = await pid_of(home, "first")
+        here.asked = True
+        waiting = asyncio.create_task(ask(here.pool, "m@1"))
+        await until(lambda: tool.orders == ["lock", "unlock"])
+        assert not stands_still(pid) and not waiting.done()
+        stop(home, "first")
+        assert await waiting == "m@1"
+        await until(lambda: here.turns == 1)
+        assert tool.orders == ["lock", "unlock"]
+
+
+@pytest.mark.parametrize("order", ["checkpoint", "restore"])
+async def test_a_job_that_the_tool_breaks_is_killed(
+    order: str, tmp_path: Path, home: Home, scheduler: LocalProcesses, tool: CudaCheckpoint
+) -> None:
+    tool.fails(order)
+    async with site(tmp_path, home, scheduler) as here:
+        scheduler.submit(job(home, "first"))
+        await pid_of(home, "first")
+        here.asked = True
+        assert await ask(here.pool, "m@1") == "m@1"
+        here.asked = False
+        await until(lambda: scheduler.status("first").state == "failed")
+        await until(lambda: here.state == "serving")
+        assert tool.orders[-1] == order
+        assert await ask(here.pool, "m@1") == "m@1"
+
+
+async def test_a_job_of_several_processes_is_not_suspended(
+    tmp_path: Path, home: Home, scheduler: LocalProcesses, tool: CudaCheckpoint
+) -> None:
+    async with site(tmp_path, home, scheduler) as here:
+        ranks = [JOB.format(home.jobs / name) for name in ("first", "second")]
+        scheduler.submit(command("job", home.jobs, f"/bin/sh -c '{ranks[0]}' & {ranks[1]}; wait"))
+        assert await pid_of(home, "first") != await pid_of(home, "second")
+        here.asked = True
+        assert not await asyncio.to_thread(here.training.suspend)
+        waiting = asyncio.create_task(ask(here.pool, "m@1"))
+        stop(home, "first")
+        stop(home, "second")
+        assert await waiting == "m@1" and not tool.orders
+
+
+async def test_a_suspended_job_may_be_cancelled(
+    tmp_path: Path, home: Home, scheduler: LocalProcesses, tool: CudaCheckpoint
+) -> None:
+    async with site(tmp_path, home, scheduler) as here:
+        scheduler.submit(job(home, "first"))
+        pid = await pid_of(home, "first")
+        here.asked = True
+        await until(lambda: stands_still(pid) and here.turns == 1)
+        scheduler.cancel("first")
+        await until(lambda: scheduler.status("first").state == "cancelled")
+        here.asked = False
+        await until(lambda: here.turns == 2 and here.state == "serving")
+        assert tool.orders == ["lock", "checkpoint"]
+        assert await ask(here.pool, "m@1") == "m@1"
 
 
 KILLED = """

@@ -198,13 +198,13 @@ def test_gpus_that_replicas_use_by_turns_are_given_out_in_a_turn(tmp_path: Path)
         assert settle(local, "on-cpu") == "succeeded"
         first = local.status("first")
         assert first.reason == "waits: 2 of 2 GPUs are free, and replicas use them first"
-        assert local.turn_wanted() and local.on_gpus() == []
+        assert local.turn_wanted() and not local.on_gpus()
         local.start_turn()
         assert gpus_of(tmp_path, "first") == "0" and gpus_of(tmp_path, "second") == "1"
-        assert local.on_gpus() == ["first", "second"] and not local.turn_wanted()
+        assert list(local.on_gpus()) == ["first", "second"] and not local.turn_wanted()
         stop(local, tmp_path, "first")
         assert local.status("third").state == "queued"  # its turn is the next one
-        assert local.on_gpus() == ["second"] and local.turn_wanted()
+        assert list(local.on_gpus()) == ["second"] and local.turn_wanted()
     with LocalProcesses(tmp_path, gpus=["0"], turns=True) as again:
         assert again.status("third").state == "queued" and again.turn_wanted()
         again.start_turn()
