@@ -47,7 +47,7 @@ def test_a_rejection_is_told_with_its_evidence(tmp_path: Path) -> None:
     assert "3 iterations in a row brought nothing" in text
     assert "Next: " in cli("why", "sums", "--home", tmp_path, cwd=tmp_path).stdout
     note(home, "sums", iteration=11, version="calc@4", stopped="its target is reached")
-    assert explain(home, "sums")["next"] == "nothing: to go on, change the setting that ended it"
+    assert explain(home, "sums")["next"] == "nothing, or change the setting that ended it to go on"
     with pytest.raises(NotFound, match=r"no job 'other'.*loops: sums; replicas: replica-0"):
         explain(home, "other")
 

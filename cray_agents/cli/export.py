@@ -67,10 +67,10 @@ def export(
     ] = None,
     split: Annotated[
         str | None,
-        typer.Option("--split", help="With --dataset: its split, train or validation [train]."),
+        typer.Option("--split", help="With --dataset: train (the default) or validation."),
     ] = None,
     terms: WhereOption = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Take a loss for an error.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Treat a loss as an error.")] = False,
     allow: Annotated[
         list[str] | None,
         typer.Option("--allow", help="With --strict: allow the loss of this code; repeatable."),

@@ -109,7 +109,7 @@ def job_logs(
         ),
     ] = False,
     rank: Annotated[
-        int | None, typer.Option(min=0, help="Print the own log of this rank alone.")
+        int | None, typer.Option(min=0, help="Print only the log of this rank.")
     ] = None,
     tail: Annotated[
         int, typer.Option(min=1, help="The number of newest events and lines to begin with.")

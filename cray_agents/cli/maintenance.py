@@ -107,7 +107,7 @@ def compact_segments(dry_run: DryRun = False) -> None:
 @commands.command("prune")
 def prune(
     what: Annotated[
-        str, typer.Argument(metavar="runs|models", help="What to delete: runs, or weights.")
+        str, typer.Argument(metavar="runs|models", help="What to delete: runs, or models' weights.")
     ],
     name: Annotated[
         str | None, typer.Argument(help="With `models`: prune the versions of this name alone.")

@@ -107,7 +107,9 @@ def promote(
     version: Version,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Even if another name's version is then not served any more."),
+        typer.Option(
+            "--force", help="Promote it even if another name's version then has no replica."
+        ),
     ] = False,
     reason: Reason = "",
     who: Who = "",
@@ -125,7 +127,7 @@ def promote(
 def rollback(
     name: Name,
     to: Annotated[
-        int | None, typer.Option(help="The number of a version to go back to, not the last one.")
+        int | None, typer.Option(help="Go back to the version of this number instead.")
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Allow a version that never was promoted.")

@@ -203,7 +203,7 @@ def serve(
     ] = None,
     price: Annotated[
         float | None,
-        typer.Option(help="Of a GPU, else a core, for an hour; default: \\[prices].", min=0),
+        typer.Option(help="What a GPU, else a core, costs an hour; default: `prices`.", min=0),
     ] = None,
     since: Annotated[
         str | None, typer.Option(help="Measure by the calls of the last 30m, 12h or 7d alone.")
@@ -402,8 +402,8 @@ def _lines(estimate: "Plan") -> list[tuple[str, str]]:
         ),
         (
             "work",
-            f"{work.method} on {work.tokens:,.0f} tokens in sequences of {work.sequence_length:,},"
-            f" {work.epochs:g} times: {estimate.flops:.3g} operations",
+            f"{work.method} on {work.tokens:,.0f} tokens in sequences of {work.sequence_length:,};"
+            f" epochs {work.epochs:g}; {estimate.flops:.3g} operations",
         ),
         (
             "time",

@@ -198,7 +198,7 @@ def status(
     ] = False,
     events: Annotated[
         bool,
-        typer.Option("--events", help="Print a line for each change there, until Ctrl-C."),
+        typer.Option("--events", help="Print each change as a line, until Ctrl-C."),
     ] = False,
     kind: Annotated[
         list[str] | None,
@@ -333,10 +333,10 @@ def describe_controller(controller: dict[str, Any]) -> str:
 @commands.command("doctor")
 def doctor(
     node: Annotated[
-        bool, typer.Option(help="check deeply: GPUs, CUDA, fabric, the root's promises and speed")
+        bool, typer.Option(help="Also check GPUs, CUDA, fabric, the root's promises and speed.")
     ] = False,
     cluster: Annotated[
-        bool, typer.Option(help="do so on the nodes of Slurm with room, by a job, and between them")
+        bool, typer.Option(help="Do so by a job on Slurm's free nodes, and between them.")
     ] = False,
 ) -> None:
     """Check this machine. Exit code 2 when something needed fails."""

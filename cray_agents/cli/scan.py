@@ -72,7 +72,7 @@ def scan(
             help="`secrets`, `pii`, `toxicity`, `sentiment` (of answers; `prompt-secrets` and so on"
             " of what users wrote), `jailbreak`, `policy`, `jailbreak-judge`, or your own @scanner"
             " functions as FILE.py:NAME or MODULE:NAME; or `memorisation NAME` and `drift NAME@N"
-            " NAME@M`, which look at versions. None: the scanners of the section [watch], which"
+            " NAME@M`, which look at versions. None: the scanners that `watch` lists, which"
             " look at live runs alone.",
         ),
     ] = None,
@@ -114,8 +114,8 @@ def scan(
     A finding is a reward of source `scan:NAME`, which counts in no sum. A run with one gets the tag
     `scan:NAME`, one in which nothing was found `clear:NAME`, and one on which a judge gave no
     verdict `unjudged:NAME`: filters, recipes of training sets and canaries take these tags. Runs
-    with a finding stay out of training sets. The rates by version and day follow; the section
-    [watch] has alarms. A judge asks the platform that runs on this root, else that
+    with a finding stay out of training sets. The rates by version and day follow; `watch` in
+    cray-agents.toml has alarms. A judge asks the platform that runs on this root, else that
     at $CRAY_AGENTS_URL, with requests that yield to all others.
 
     `memorisation NAME` shows how often a model's runs repeat its training sets. `drift NAME@N

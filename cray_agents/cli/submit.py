@@ -40,13 +40,14 @@ def submit(
             help="NAME, NAME@N, a Hugging Face directory, a GGUF file, or OWNER/NAME of the hub."
         ),
     ] = None,
-    dataset: Annotated[str | None, typer.Option(help="As `dataset list` shows it.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="Its id, of `dataset list`.")] = None,
     method: Annotated[
         str | None, typer.Option(help="sft, dpo, kto, grpo, distill; the dataset's if left out.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     epochs: Annotated[
-        float | None, typer.Option(help="Instead of steps \\[default: 1].", min=1e-6)
+        float | None,
+        typer.Option(help="Passes over the dataset, instead of steps \\[default: 1].", min=1e-6),
     ] = None,
     setting: Annotated[
         list[str] | None,
@@ -59,7 +60,7 @@ def submit(
     ] = None,
     spec: Annotated[
         Path | None,
-        typer.Option(exists=True, dir_okay=False, help="A JobSpec as .json; options go before it."),
+        typer.Option(exists=True, dir_okay=False, help="A JobSpec as .json; options override it."),
     ] = None,
     layout: Annotated[
         str | None, typer.Option(help="data=2,tensor=2; the trainer's choice if left out.")
@@ -67,14 +68,14 @@ def submit(
     oversubscribe: Annotated[
         bool,
         typer.Option(
-            "--oversubscribe", help="Also if it takes more cores or memory than there are."
+            "--oversubscribe", help="Run it, even if it takes more cores or memory than there are."
         ),
     ] = False,
     slurm_option: Annotated[
         list[str] | None,
         typer.Option(
             metavar="--NAME=VALUE",
-            help="For sbatch, of this job alone: --slurm-option=--partition=long; repeatable.",
+            help="An sbatch option for this job, as --slurm-option=--partition=long; repeatable.",
         ),
     ] = None,
     lora_rank: Annotated[int | None, typer.Option(help="Train adapters of this rank.")] = None,

@@ -110,7 +110,7 @@ def cost(
 ) -> None:
     """Show what GPUs and cores were held for: time, measured energy, and money by your prices.
 
-    With --since from a whole hour on.
+    --since is rounded down to a whole hour.
     """
     from cray_agents.runtime.accounting.cost_table import CostQuery, cost_table, run_cost
     from cray_agents.runtime.gateway.http.api_keys import id_of_key, key_names
@@ -177,7 +177,7 @@ def _unit(table: "CostTable") -> str:
 
 def _money(table: "CostTable") -> str:
     if table.currency is None:
-        return f"no [prices] are given: per_success and per_point are in {_unit(table)}"
+        return f"no [prices] are given: costs per success or point are in {_unit(table)}"
     missing = ", ".join(table.unpriced)
     return f"cost in {table.currency}" + (f", without a price for {missing}" if missing else "")
 

@@ -176,7 +176,7 @@ def _explain_loop(home: Home, name: str) -> Answer:
             sentences.append(f"The loop ended itself: {_sentence(last.stopped)}")
             state = "stopped"
             if last.promoted:
-                step = "nothing: to go on, change the setting that ended it"
+                step = "nothing, or change the setting that ended it to go on"
     answer = {"what": "loop", "name": name, "state": state, "why": sentences, "next": step}
     if current:
         job = _explain_job(home, current[-1])
