@@ -166,6 +166,8 @@ def test_commands_exist() -> None:
     """Their names and options, and what these are given; placeholders are not looked at."""
     wrong = [f"{page}: `{text}`: {fault}" for page, text in commands() for fault in faults(text)]
     assert wrong == []
+    helps = [one.help or "" for each in KNOWN.values() for one in (each, *each.params)]
+    assert not [text for text in helps if re.search(r"(?<!\\)\[[a-z]", text)], "as markup"
 
 
 def faults(text: str) -> Iterator[str]:

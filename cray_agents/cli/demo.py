@@ -201,7 +201,7 @@ def print_results(
     first, last = done[0], done[-1]
     screen.print(
         f"\ntest success {first.test_success:.1%} → [bold]{last.test_success:.1%}[/] on "
-        f"{last.test_tasks} tasks that decide nothing, in {clock(result['seconds'])}"
+        f"{last.test_tasks} tasks used neither to train nor decide, in {clock(result['seconds'])}"
     )
     command = shown_path(Path(sys.executable).with_name("cray-agents"))
     recipe = shown_path(Path(calculator_loop.__file__).resolve())

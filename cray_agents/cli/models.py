@@ -107,9 +107,7 @@ def promote(
     version: Version,
     force: Annotated[
         bool,
-        typer.Option(
-            "--force", help="Promote it even if another name's version then has no replica."
-        ),
+        typer.Option("--force", help="Promote even if another name's version loses its replica."),
     ] = False,
     reason: Reason = "",
     who: Who = "",

@@ -46,8 +46,7 @@ def submit(
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     epochs: Annotated[
-        float | None,
-        typer.Option(help="Passes over the dataset, instead of steps \\[default: 1].", min=1e-6),
+        float | None, typer.Option(help="Passes over the data, not steps \\[default: 1].", min=1e-6)
     ] = None,
     setting: Annotated[
         list[str] | None,

@@ -93,7 +93,9 @@ def memorisation(
     if given().json:
         print_json(rows)
         return
-    _print_memorised(rows, strings, name, length)
+    _print_memorised(rows, strings, name)
+    if rows and not any(row["compared"] for row in rows):
+        say(f"nothing was compared: no run sampled --length ({length}) tokens in a row")
 
 
 def _training_sets(registry: Registry, version: str) -> list[str]:
@@ -128,9 +130,7 @@ def _read_planted(path: Path) -> list[str]:
     return strings
 
 
-def _print_memorised(
-    rows: list[dict[str, Any]], strings: list[str], model: str, length: int
-) -> None:
+def _print_memorised(rows: list[dict[str, Any]], strings: list[str], model: str) -> None:
     if not rows:
         say(f"no runs of {model} are recorded")
         return
@@ -139,8 +139,6 @@ def _print_memorised(
     )
     columns = ["model", "sets", "runs", "compared", "repeating", "rate", "95 %"]
     show(list(table), columns + ["with_planted"] * bool(strings))
-    if not any(row["compared"] for row in rows):
-        say(f"nothing was compared: no run sampled --length ({length}) tokens in a row")
     for row in rows:
         for run in row["repeating_runs"]:
             say(f"  {row['model']} repeats its training set: {run}")

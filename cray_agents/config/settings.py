@@ -399,7 +399,7 @@ class Config(BaseModel):
     keep_alive: float = Field(2.0, gt=0, description="seconds between a stream's signs of life")
     max_queue: int = Field(1024, gt=0, description="requests that may wait for an engine")
     api_keys: Literal["auto", "required", "off"] = Field(
-        "auto", description="auto: off loopback always, else as soon as one was made"
+        "auto", description="auto: asked for beyond loopback, and on it once one is made"
     )
     reward_limit: float = Field(
         1e6, gt=0, allow_inf_nan=False, description="largest absolute value of a reward"
