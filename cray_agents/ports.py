@@ -137,7 +137,7 @@ class Engine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Answer requests under the weights last loaded, which are proven now."""
+        """Answer requests under the weights last loaded, which are checked now."""
         ...
 
     async def admit(self, version: str) -> None:

@@ -468,7 +468,7 @@ class Event(Record):
 
 
 class ProbePrompt(Record):
-    """A golden prompt. `logprobs[i]` is of `token_ids[i + 1]` given the tokens before it.
+    """A prompt of a probe. `logprobs[i]` is of `token_ids[i + 1]` given the tokens before it.
 
     `top[i]` is the most likely token there; probes of older releases have none.
     """
@@ -579,7 +579,7 @@ class ModelVersion(Record):
 
 
 class ProbeReport(Record):
-    """The distance of a replica's logprobs on the golden probe from the trainer's.
+    """The distance of a replica's logprobs on a version's probe from the trainer's.
 
     `tolerance` limits the maximum in float32, and the 99th percentile in 16 bits. `load_note` says
     why weights that were to come from the trainer directly were read from files, or why tries

@@ -566,7 +566,7 @@ class JobStatus(Record):
     `changed_share`: the share of the trained weights that the checkpoint's files changed in the
     parent's. `update_ratio`: the norm of that change, by that of the weights in float32; None where
     these did not move. `warnings`: what was lost, or is likely not meant, in sentences.
-    `agreement`: the distance of trainer and engine before the first step, on at most 256 samples
+    `agreement`: the distance of trainer and engine before the first step, on at most 128 samples
     of the parent; None before it, and without such samples. `mean_metrics`: the method's measures,
     as means over the tokens that the job trained on: of grpo its ratios and the shares clipped.
     `versions`: those that it published while it trained, the oldest first; not the result.

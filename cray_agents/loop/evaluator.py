@@ -1,7 +1,7 @@
 """Evaluator on held-out tasks: measures versions, and decides whether a candidate is better.
 
 Both versions answer the same tasks with the same seeds, greedily. The incumbent's runs are on
-record since its promotion. The candidate is proven, then answers batch by batch, in an order that
+record since its promotion. The candidate is checked, then answers batch by batch, in an order that
 the seed decides, until the test of promotion/sequential_test.py has seen enough. Called by loop.py.
 """
 

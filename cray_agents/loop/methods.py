@@ -58,7 +58,7 @@ class Method(StrictRecord):
     """A method, and the iterations that it trains.
 
     Args:
-        iterations: how many; None, of the last method: all that come.
+        iterations: how many; None, for the last method alone: no end.
         group_size: runs per task and iteration.
         tasks_per_iteration: how many train tasks an iteration draws (see Curriculum).
         parent: the version that the next iteration samples from and trains on. `promoted`: the

@@ -379,7 +379,7 @@ class Platform:
         holder: str = "",
         seconds: float = LEASE,
     ) -> ProbeReport:
-        """Load a version into the pool and prove it. Raises SwapError; the old one then serves.
+        """Load a version into the pool and check it. Raises SwapError; the old one then serves.
 
         Raises Displaces if this would take a promoted version off its last replica. With `force`
         (role admin) it does so: requests for the promoted version then wait until it is loaded

@@ -460,7 +460,7 @@ def make_admission(
 async def start_pool(
     pool: Pool, home: Home, version: ModelVersion | None, rule: ServingRule | None = None
 ) -> None:
-    """Start the replicas on a version and prove it; by a rule only the fewest, at least one."""
+    """Start the replicas on a version and check it; by a rule only the fewest, at least one."""
     if version is not None:
         say(f"starting {version.id}")
         directory = home.checkpoint(version.checkpoint)

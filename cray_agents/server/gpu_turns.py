@@ -3,7 +3,7 @@
 A turn of training begins when a job waits for GPUs. Requests in flight end, the replicas sleep, and
 the job starts, or its session goes on. The turn ends when no process of a job uses the GPUs: the
 job has ended, or the session has moved its state to host memory. Then the replicas wake, and are
-proven before they answer. A turn is for one job, and replicas have their turn after it.
+checked before they answer. A turn is for one job, and replicas have their turn after it.
 
 Where NVIDIA's `cuda-checkpoint` is on the PATH (driver 570 or newer), requests that wait suspend a
 job: the tool moves what its process has on the GPU to host memory. The job stands still while the
