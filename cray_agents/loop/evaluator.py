@@ -293,7 +293,7 @@ class HoldoutEvaluator:
             look: Any = {"planned": plan(order, self.test), "exhausted": len(runs) == len(order)}
             decision = decide(pairs, self.test, gaps=gaps, **look)
             if decision.verdict == "promote" and guarding:
-                ours = await self._answers(candidate, guarding, "evaluate probes")
+                ours = await self._answers(candidate, guarding, "evaluate hidden probes")
                 hidden, more = _pairs(guarding, theirs, ours, self.test)
                 decision = decide(pairs, self.test, hidden=hidden, gaps=gaps + more, **look)
             if decision.verdict != "continue":
