@@ -16,7 +16,7 @@ BOUNDS = {
     "modules of source": 527,
     "lines of the longest module": 600,
     "circles of folders": 0,
-    "lines of tests": 94_790,
+    "lines of tests": 94_880,
     "commands": 55,
     "parameters of commands": 239,
     "words of ARCHITECTURE.md": 3_000,
@@ -24,7 +24,7 @@ BOUNDS = {
     "words of CHANGELOG.md": 300,
     "words of BENCHMARKS.md": 3_660,
     "pages of docs": 17,
-    "words of docs": 21_750,
+    "words of docs": 21_780,
 }
 GENERATED = {"models.md", "status.md", "templates.md"}  # pages made by tests
 

@@ -21,8 +21,11 @@ import pytest
 
 from cray_agents import Platform
 from cray_agents.paths import Home
+from cray_agents.records import Prompt
 from cray_agents.runtime.dashboard import static_files
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
+from cray_agents.runtime.registry.checkpoints import read_manifest
+from cray_agents.runtime.registry.registry import Registry
 from tests.support.audit_lines import read_audit
 from tests.support.campaign import free_port
 from tests.support.dashboard_site import (
@@ -34,7 +37,7 @@ from tests.support.dashboard_site import (
     LOOP,
     site,
 )
-from tests.support.gateway_process import gateway
+from tests.support.gateway_process import first_version, gateway
 from tests.support.watched_pages import MOST_NODES, Watched, chromium, needs_pages, watching
 
 if TYPE_CHECKING:
@@ -165,8 +168,15 @@ def test_a_job_shows_its_state_curves_and_log(platform: Platform, watch: Any) ->
     assert "3 of 3" in page.text()
     buttons = [page.page.get_by_role("button", name=name) for name in ("pause", "resume", "cancel")]
     assert all(button.is_disabled() for button in buttons)
-    page.page.get_by_role("img", name="loss: 3 points").hover(position={"x": 70, "y": 60})
+    chart = page.page.get_by_role("img", name="loss: 3 points")
+    chart.hover(position={"x": 70, "y": 60})
     page.wait_for("step 1: 2")
+    with urllib.request.urlopen(f"{platform.url}/v1/jobs/{job['id']}/series") as answer:
+        (_, first), (_, second), (_, third) = json.load(answer)["series"]["loss"]
+    mean = (0.81 * first + 0.9 * second + third) / 2.71
+    page.page.get_by_role("button", name="Smooth the curves").click()
+    chart.hover(position={"x": chart.bounding_box()["width"] - 30, "y": 60})
+    page.wait_for(f"step 3: {third:.4g}, smoothed {mean:.4g}")
     with urllib.request.urlopen(f"{platform.url}/v1/jobs") as answer:
         waits = next(each for each in json.load(answer)["data"] if each["state"] == "queued")
     page.open(f"#/job/{waits['id']}")
@@ -174,6 +184,80 @@ def test_a_job_shows_its_state_curves_and_log(platform: Platform, watch: Any) ->
     assert [button.is_enabled() for button in buttons] == [True, False, True]
     page.page.get_by_role("button", name="cancel").click()
     assert f"cray-agents jobs cancel {waits['id']}" in page.page.inner_text("dialog")
+
+
+def test_rows_are_sorted_by_a_click_or_a_key_on_a_head(platform: Platform, watch: Any) -> None:
+    """The list's own keys walk in that order. A page of a longer list is not sorted."""
+    page = watch(platform.url)
+    page.open("#/dataset")
+    table = page.page.get_by_role("region", name="Training sets")
+    table.get_by_role("button", name="method").focus()
+    page.page.keyboard.press("Tab")
+    for order in ("ascending", "descending"):
+        page.page.keyboard.press("Enter")
+        page.page.wait_for_selector(f"th[aria-sort={order}]")
+        assert table.locator("th[aria-sort]").inner_text().split()[0] == "samples"
+        seen = [int(one) for one in table.locator("tbody td:nth-child(4)").all_inner_texts()]
+        assert seen == sorted(seen, reverse=order == "descending") and len({*seen}) > 1
+    page.page.keyboard.press("j")
+    page.page.wait_for_selector("tbody tr:first-child.selected")
+    page.page.reload()
+    page.page.wait_for_selector("th[aria-sort=descending]")
+    table.get_by_role("button", name="samples").click()
+    page.page.wait_for_function("() => !document.querySelector('th[aria-sort]')")
+    page.page.route(
+        "**/v1/datasets?*",
+        lambda route: route.fulfill(json=route.fetch().json() | {"has_more": True}),
+    )
+    page.open("#/dataset?sort=samples")
+    page.page.reload()
+    page.page.get_by_role("button", name="Older ones").wait_for()
+    assert page.page.locator("th button, th[aria-sort]").count() == 0
+
+
+def test_versions_are_promoted_rejected_and_rolled_back_by_an_admin(
+    tmp_path: Path, watch: Any
+) -> None:
+    home = Home(tmp_path / "home")
+    boss, clerk = (Keys(home).create(role.name, role)[1] for role in (Role.admin, Role.train))
+    first = (registry := first_version(home)).resolve("m@1")
+    manifest = read_manifest(home.checkpoint(first.checkpoint))
+    registry.register("m", first.checkpoint, manifest, {"clerk": Prompt(instructions="Add.")})
+    with gateway(home.root) as (url, _):
+        acts = ("promote", "roll back", "reject")
+        for secret in (clerk, boss):
+            page = watch(url)
+            page.expected = ["401", "400", *GONE]
+            page.open("#/models?at=m%402")
+            page.page.get_by_label("API key").fill(secret)
+            page.page.get_by_role("button", name="Sign in").click()
+            page.wait_for("m@1 answers now")
+            card = page.page.get_by_role("region", name="The chosen version")
+            buttons = [card.get_by_role("button", name=act) for act in acts]
+            assert secret == boss or not any(button.count() for button in buttons)
+
+        def decide(act: str, title: str, reason: str) -> None:
+            card.get_by_role("button", name=act).click()
+            page.page.locator("dialog").get_by_label("Reason").fill(reason)
+            page.page.locator("dialog").get_by_role("button", name=title).click()
+
+        assert [button.is_enabled() for button in buttons] == [True, False, True]
+        decide("reject", "reject m@2", "too short")
+        card.get_by_text("by admin: too short").wait_for()
+        decide("promote", "promote m@2", "it adds")
+        page.wait_for("m@2 answers now")
+        assert [button.is_enabled() for button in buttons] == [False, True, False]
+        decide("roll back", "roll back from m@2", "it only adds")
+        page.wait_for("m@1 answers now")
+        page.open("#/models?at=m%401")
+        decide("roll back", "roll back from m@1", "further")
+        page.page.locator("dialog [role=alert]", has_text="nothing was promoted").wait_for()
+    told = [(event.kind, event.version, event.reason) for event in Registry(home).history("m")[1:]]
+    assert told == [
+        ("rejected", 2, "too short"), ("promoted", 2, "it adds"), ("rolled_back", 1, "it only adds")
+    ]  # fmt: skip
+    audited = {(line.action, line.reason, line.status) for line in read_audit(home.audit)}
+    assert ("POST /v1/models/{name}/promote", "it adds", 200) in audited
 
 
 @pytest.mark.parametrize("question", QUESTIONS)

@@ -32,7 +32,7 @@ export function Account({ table }: { table: Table }) {
   return (
     <p class="hint">
       Of {seconds(whole)} of {unit}, {parts.join(", ")}.{" "}
-      {table.currency ? `All of it cost ${number(table.total.cost)} ${oneLine(table.currency, 3)}` : "No [prices] are configured"}
+      {table.currency ? `All of it cost ${number(table.total.cost)} ${oneLine(table.currency, 3)}` : "What it cost is not known: the section [prices] of cray-agents.toml is empty"}
       {table.unpriced.length > 0 && `, without a price for ${table.unpriced.map((one) => oneLine(one, 60)).join(", ")}`}.
     </p>
   );

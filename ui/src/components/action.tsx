@@ -41,6 +41,7 @@ export function Action(props: {
         <p class="hint">
           On the command line: <code>{props.cli(reason.trim())}</code>
         </p>
+        {busy && <p role="status">Waiting for the platform …</p>}
         {error && (
           <p class="failure" role="alert">
             {error}

@@ -17,6 +17,21 @@ const DAY = 86_400; // seconds
 
 type Points = readonly (readonly [number, number])[];
 
+/** How much of the mean of before stays in a smoothed curve at each point. */
+const SMOOTHING = 0.9;
+
+/** Return the exponential moving average of a curve at its places; it begins at the first value, not at 0. */
+function smoothed(points: Points): Map<number, number> {
+  let [sum, weight] = [0, 0];
+  return new Map(
+    points.map(([x, y]) => {
+      sum = SMOOTHING * sum + (1 - SMOOTHING) * y;
+      weight = SMOOTHING * weight + (1 - SMOOTHING);
+      return [x, sum / weight];
+    }),
+  );
+}
+
 /** Return the range of an axis with a single place, which stands in the middle. */
 function alone(places: readonly number[], step: number): { range?: [number, number] } {
   const [x = 0] = places;
@@ -55,10 +70,12 @@ export interface ChartProps extends Curve {
   clock?: boolean;
   /** Equal factors are equally far from each other. */
   logarithmic?: boolean;
+  /** Draw the curves' moving averages, and what was measured faintly. */
+  smooth?: boolean;
 }
 
 export function Chart(props: ChartProps) {
-  const { title, points, dashed, more = [], axis, limit = null, limitName, show, share, clock = false, logarithmic } = props;
+  const { title, points, dashed, more = [], axis, limit = null, limitName, show, share, clock = false, logarithmic, smooth = false } = props;
   const box = useRef<HTMLDivElement>(null);
   const value = useRef<HTMLSpanElement>(null);
   const curves: Curve[] = [{ title, points, dashed }, ...more].filter((one, n) => n === 0 || one.points.length);
@@ -67,6 +84,7 @@ export function Chart(props: ChartProps) {
     const known = new Map(one.points);
     return places.map((x) => known.get(x) ?? null);
   });
+  const means = smooth ? curves.map(({ points }) => smoothed(points)).map((known) => places.map((x) => known.get(x) ?? null)) : [];
   const told = (values: readonly (number | null | undefined)[]) =>
     values
       .map((y, n) => {
@@ -77,7 +95,7 @@ export function Chart(props: ChartProps) {
       .join(", ");
   const last = places.length ? `last ${told(curves.map((one) => one.points.at(-1)?.[1]))}` : "no data";
   const colours = theme.value;
-  const drawn = JSON.stringify([curves, limit]);
+  const drawn = JSON.stringify([curves, limit, smooth]);
   useEffect(() => {
     const element = box.current;
     if (!element || !places.length) return;
@@ -97,11 +115,12 @@ export function Chart(props: ChartProps) {
           { label: axis },
           ...curves.map((one, n) => ({
             label: one.title,
-            stroke: colour(TONES[n % TONES.length]!),
+            stroke: colour(TONES[n % TONES.length]!) + (smooth ? "55" : ""),
             width: 1.5,
             spanGaps: curves.length > 1,
             dash: one.dashed ? [3, 4] : undefined,
           })),
+          ...means.map((_, n) => ({ label: "smoothed", stroke: colour(TONES[n % TONES.length]!), width: 2, spanGaps: true, points: { show: false } })),
           ...(limit === null ? [] : [{ label: "limit", stroke: colour("good"), width: 1.5, dash: [6, 4], points: { show: false } }]),
         ],
         axes: [
@@ -115,12 +134,13 @@ export function Chart(props: ChartProps) {
             ({ cursor: { idx } }: uPlot) => {
               const x = idx === null || idx === undefined ? undefined : places[idx];
               const at = x !== undefined && (clock ? time(x) : `${axis} ${number(x)}`);
-              if (value.current) value.current.textContent = at ? `${at}: ${told(columns.map((column) => column[idx!]))}` : last;
+              const mean = means.length ? `, smoothed ${told(means.map((column) => column[idx!]))}` : "";
+              if (value.current) value.current.textContent = at ? `${at}: ${told(columns.map((column) => column[idx!]))}${mean}` : last;
             },
           ],
         },
       },
-      [places, ...columns, ...(limit === null ? [] : [places.map(() => limit)])],
+      [places, ...columns, ...means, ...(limit === null ? [] : [places.map(() => limit)])],
       element,
     );
     const watcher = new ResizeObserver(() => plot.setSize({ width: element.clientWidth, height: 160 }));

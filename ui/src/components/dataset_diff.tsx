@@ -110,7 +110,7 @@ function Pairs({ rows }: { rows: PairRow[] }) {
   return (
     <Table
       label="Figures of both"
-      heads={["", "before#", "after#", "difference#"]}
+      heads={["what", "before#", "after#", "difference#"]}
       rows={rows.map(([about, one, other]) => [
         oneLine(about, 60),
         compact(one),

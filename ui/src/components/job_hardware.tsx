@@ -4,13 +4,21 @@ import type { Answer } from "../lib/api";
 import { bytes, number, oneLine, percent, seconds, time } from "../lib/format";
 import { Chart } from "./chart";
 import { Empty, NotShown } from "./states";
-import { Table } from "./table";
+import { sorted, Table } from "./table";
 
 type Hardware = Answer<"/v1/jobs/{job_id}/hardware", "get">;
 type Node = Hardware["nodes"][number];
 type Point = [number, number];
 
 const MOST_CURVES = 48;
+/** What a node's devices and ports measure, by the column that adds it up, or has its mean. */
+const FIGURES: Record<string, RegExp> = {
+  busy: /^gpu.*\.utilization$/,
+  power: /^gpu.*\.power_watts$/,
+  "ports up": /\.up$/,
+  sent: /\.sent_bytes_per_second$/,
+  received: /\.received_bytes_per_second$/,
+};
 
 /** Sentences on what a job waits for or which of its ranks is slow. */
 export function JobNotes({ of: { waits, slowest } }: { of: Hardware }) {
@@ -34,6 +42,15 @@ export function JobNotes({ of: { waits, slowest } }: { of: Hardware }) {
 export function JobHardware(props: { of: Hardware; node: string; choose: (node: string) => void }) {
   const { nodes, has_more, slurm } = props.of;
   const chosen = nodes.find((one) => one.node === props.node) ?? nodes[0];
+  const [rows, sort] = sorted(
+    nodes,
+    {
+      node: (one) => one.node,
+      "last sample": (one) => one.time,
+      ...Object.fromEntries(Object.keys(FIGURES).map((name) => [name, (one: Node) => figure(one, name)])),
+    },
+    !has_more,
+  );
   return (
     <>
       <section class="card wide">
@@ -44,8 +61,9 @@ export function JobHardware(props: { of: Hardware; node: string; choose: (node: 
             <Table
               label="Nodes"
               heads={["node", "last sample", "GPUs", "busy", "power", "ports up", "sent", "received", "notes"]}
-              selected={nodes.indexOf(chosen!)}
-              rows={nodes.map((one) => cellsOf(one, one === chosen, () => props.choose(one.node)))}
+              selected={rows.indexOf(chosen!)}
+              sort={sort}
+              rows={rows.map((one) => cellsOf(one, one === chosen, () => props.choose(one.node)))}
             />
             {has_more && <p class="hint">These are the first {nodes.length} nodes; cray-agents jobs show --hardware shows all.</p>}
           </>
@@ -69,11 +87,7 @@ export function JobHardware(props: { of: Hardware; node: string; choose: (node: 
 }
 
 function cellsOf(node: Node, selected: boolean, choose: () => void): ComponentChildren[] {
-  const busy = figures(node, /^gpu.*\.utilization$/);
-  const watts = figures(node, /^gpu.*\.power_watts$/);
-  const up = figures(node, /\.up$/);
-  const sent = figures(node, /\.sent_bytes_per_second$/);
-  const received = figures(node, /\.received_bytes_per_second$/);
+  const [busy, watts, up, sent, received] = Object.keys(FIGURES).map((name) => figure(node, name));
   const notes = Object.entries(node.newest).filter(
     ([name, value]) => typeof value === "string" || (/:\d+\./.test(name) && !/\.up$|_per_second$/.test(name)),
   );
@@ -84,11 +98,11 @@ function cellsOf(node: Node, selected: boolean, choose: () => void): ComponentCh
     </button>,
     time(node.time),
     node.gpus.length ? `${node.gpus.length} × ${oneLine(kinds.join(", "), 100)}` : "no data",
-    busy.length ? percent(sum(busy) / busy.length) : "no data",
-    watts.length ? `${number(sum(watts))} W` : "no data",
-    up.length ? `${sum(up)} of ${up.length}` : "no data",
-    sent.length ? `${bytes(sum(sent))}/s` : "no data",
-    received.length ? `${bytes(sum(received))}/s` : "no data",
+    busy == null ? "no data" : percent(busy),
+    watts == null ? "no data" : `${number(watts)} W`,
+    up == null ? "no data" : `${up} of ${figures(node, "ports up").length}`,
+    sent == null ? "no data" : `${bytes(sent)}/s`,
+    received == null ? "no data" : `${bytes(received)}/s`,
     oneLine(notes.map(([name, value]) => `${name} ${value}`).join("; "), 300),
   ];
 }
@@ -102,10 +116,13 @@ function account(slurm: NonNullable<Hardware["slurm"]>): string {
   return `By Slurm's account: ${facts.join(", ") || "nothing known"}.`;
 }
 
-function figures(node: Node, name: RegExp): number[] {
-  return Object.entries(node.newest).flatMap(([key, value]) => (name.test(key) && typeof value === "number" ? [value] : []));
+function figures(node: Node, column: string): number[] {
+  return Object.entries(node.newest).flatMap(([key, value]) => (FIGURES[column]!.test(key) && typeof value === "number" ? [value] : []));
 }
 
-function sum(values: number[]): number {
-  return values.reduce((total, value) => total + value, 0);
+/** Return what a column shows of a node; null where nothing measured it. */
+function figure(node: Node, column: string): number | null {
+  const values = figures(node, column);
+  const total = values.reduce((sum, value) => sum + value, 0);
+  return values.length ? total / (column === "busy" ? values.length : 1) : null;
 }

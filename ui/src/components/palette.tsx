@@ -19,9 +19,9 @@ function commands(text: string): Command[] {
   if (!words) return known;
   const made: Command[] = [];
   if (/^[A-Za-z0-9][\w.:@-]*$/.test(words)) {
-    made.push({ label: `Open the run ${words}`, fragment: href(["run", words]) });
+    made.push({ label: `Open the run with the id ${words}`, fragment: href(["run", words]) });
     for (const screen of screens.value.filter((one) => one.opens && may(one.role))) {
-      made.push({ label: `Open the ${screen.opens} ${words}`, fragment: href([screen.name, words]) });
+      made.push({ label: `Open the ${screen.opens} with the id ${words}`, fragment: href([screen.name, words]) });
     }
   }
   if (may("train")) {

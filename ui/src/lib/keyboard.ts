@@ -43,7 +43,13 @@ function isTyping(target: EventTarget | null): boolean {
   return !!element?.closest?.("input, textarea, select, [contenteditable]");
 }
 
+/** Enter is that of a link or button which was reached by Tab. A click, too, leaves the focus there, and asks for nothing. */
+let tabbed = false;
+addEventListener("pointerdown", () => (tabbed = false), true);
+
 addEventListener("keydown", (event) => {
+  if (event.key === "Tab") tabbed = true;
+  if (event.key === "Enter" && tabbed && (event.target as Element).closest?.("a, button, summary")) return;
   if (event.altKey || event.isComposing) return;
   const command = event.metaKey || event.ctrlKey;
   const name = command ? `mod+${event.key.toLowerCase()}` : event.key;

@@ -6,7 +6,7 @@ import { Download } from "../components/download";
 import { Facts } from "../components/facts";
 import { ScreenLink } from "../components/screen_link";
 import { Empty, Failure, Loaded, NotShown } from "../components/states";
-import { Pages, Table } from "../components/table";
+import { Pages, sorted, Table } from "../components/table";
 import { address, get, post } from "../lib/api";
 import { compact, number, oneLine, percent, seconds, time } from "../lib/format";
 import { useKeys } from "../lib/keyboard";
@@ -32,7 +32,18 @@ function List({ params }: { params: URLSearchParams }) {
     [after],
     ["batch"],
   );
-  const rows = list.data?.data ?? [];
+  const [rows, sort] = sorted(
+    list.data?.data ?? [],
+    {
+      status: (one) => one.status,
+      model: (one) => one.model,
+      done: share,
+      lines: (one) => counts(one).total || null,
+      failed: (one) => counts(one).failed,
+      sent: (one) => one.created_at,
+    },
+    !after && !list.data?.has_more,
+  );
   const chosen = rows.findIndex((one) => one.id === params.get("at"));
   const select = (n: number) => rows[n] && setParams({ at: rows[n].id });
   useKeys({
@@ -57,7 +68,8 @@ function List({ params }: { params: URLSearchParams }) {
                 label="Batches"
                 heads={["batch", "status", "model", "done#", "lines#", "failed#", "sent"]}
                 selected={chosen}
-                rows={data.map((one) => [
+                sort={sort}
+                rows={rows.map((one) => [
                   <ScreenLink to={["batch", one.id]}>{oneLine(one.id, 60)}</ScreenLink>,
                   <Status batch={one} />,
                   one.model ? oneLine(one.model, 60) : "–",

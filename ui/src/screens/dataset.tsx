@@ -7,7 +7,7 @@ import { Funnel } from "../components/funnel";
 import { Histogram, type HistogramData } from "../components/histogram";
 import { RunLink, ScreenLink } from "../components/screen_link";
 import { Empty, Failure, Loaded, NotShown } from "../components/states";
-import { Pages, Table } from "../components/table";
+import { Pages, sorted, Table } from "../components/table";
 import { Text } from "../components/text";
 import { Legend, MEASURES, TokenFacts, Tokens, type Measure, type TurnTokens } from "../components/tokens";
 import { address, get, request } from "../lib/api";
@@ -38,7 +38,20 @@ function List({ params }: { params: URLSearchParams }) {
     [after],
     ["dataset"],
   );
-  const rows = list.data?.data ?? [];
+  const all = list.data?.data ?? [];
+  const [rows, sort] = sorted(
+    all,
+    {
+      "training set": (one) => one.id,
+      method: (one) => one.method,
+      samples: (one) => one.samples,
+      "trained tokens": (one) => one.trained_tokens,
+      "accepted runs": (one) => one.accepted_runs,
+      considered: (one) => one.considered_runs,
+      built: (one) => one.created,
+    },
+    !after && !list.data?.has_more,
+  );
   const chosen = rows.findIndex((one) => one.id === params.get("at"));
   const select = (n: number) => rows[n] && setParams({ at: rows[n].id });
   const marked = (params.get("marked") ?? "").split(",").filter(Boolean);
@@ -46,7 +59,7 @@ function List({ params }: { params: URLSearchParams }) {
     setParams({ marked: (marked.includes(id) ? marked.filter((one) => one !== id) : [...marked, id].slice(-2)).join() });
   // the older one is what was before
   const compare = () => {
-    const [newer, older] = rows.filter((one) => marked.includes(one.id));
+    const [newer, older] = all.filter((one) => marked.includes(one.id));
     if (newer && older) go(href(["dataset", older.id], { against: newer.id }));
   };
   useKeys({
@@ -76,7 +89,8 @@ function List({ params }: { params: URLSearchParams }) {
                 label="Training sets"
                 heads={["marked", "training set", "method", "samples#", "trained tokens#", "accepted runs#", "considered#", "built"]}
                 selected={chosen}
-                rows={data.map((one) => [
+                sort={sort}
+                rows={rows.map((one) => [
                   <input
                     type="checkbox"
                     aria-label={`mark ${oneLine(one.id, 60)}`}
@@ -341,7 +355,18 @@ function Considered({ id, params }: { id: string; params: URLSearchParams }) {
       }),
     [id, reason, which, after],
   );
-  const rows = runs.data?.data ?? [];
+  const [rows, sort] = sorted(
+    runs.data?.data ?? [],
+    {
+      run: (one) => one.run,
+      task: (one) => one.task,
+      reward: (one) => one.reward,
+      "in the set": (one) => (one.accepted ? "accepted" : "left out"),
+      "why not": (one) => one.reason,
+      samples: (one) => one.samples,
+    },
+    !after && !runs.data?.has_more,
+  );
   useKeys({
     j: ["next run", () => setMarked(Math.min(rows.length - 1, marked + 1))],
     k: ["previous run", () => setMarked(Math.max(0, marked - 1))],
@@ -373,7 +398,8 @@ function Considered({ id, params }: { id: string; params: URLSearchParams }) {
                 label="Considered runs"
                 heads={["run", "task", "reward#", "in the set", "why not", "samples#"]}
                 selected={marked}
-                rows={data.map((one) => [
+                sort={sort}
+                rows={rows.map((one) => [
                   <RunLink id={one.run} />,
                   one.task ? oneLine(one.task, 40) : "–",
                   number(one.reward),

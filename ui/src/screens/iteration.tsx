@@ -266,7 +266,7 @@ function Groups({ loop, iteration }: { loop: string; iteration: number }) {
               </p>
               <Table
                 label="Groups"
-                heads={["task", "attempts#", "rewards#", ""]}
+                heads={["task", "attempts#", "rewards#", "variance"]}
                 rows={order.map((one) => [
                   <ScreenLink to={["runs"]} params={{ loop, iteration, task: one.task ?? "" }}>
                     {oneLine(one.input ?? one.task ?? "no task", 60)}
@@ -355,7 +355,7 @@ function PairTable({ rows, chosen }: { rows: Pair[]; chosen: number }) {
   return (
     <Table
       label="Pairs of runs"
-      heads={["n#", "task", "tag", "incumbent#", "candidate#", "outcome", "wealth#", ""]}
+      heads={["n#", "task", "tag", "incumbent#", "candidate#", "outcome", "wealth#", "both"]}
       selected={chosen}
       rows={rows.map((one) => [
         number(one.n),

@@ -1,7 +1,7 @@
 /** Jobs: of one, its state, why it waits or failed, settings, cost, curves, nodes, and the end of its log. */
 import type { ComponentChildren } from "preact";
 import { useState } from "preact/hooks";
-import { costOf } from "../components/account";
+import { costOf, devices } from "../components/account";
 import { Action } from "../components/action";
 import { Agreed } from "../components/agreed";
 import { Chart } from "../components/chart";
@@ -12,9 +12,10 @@ import { JobHardware, JobNotes } from "../components/job_hardware";
 import { Json } from "../components/json";
 import { ScreenLink } from "../components/screen_link";
 import { Empty, Loaded } from "../components/states";
-import { Pages, Table } from "../components/table";
+import { Pages, sorted, Table } from "../components/table";
 import { Text } from "../components/text";
 import { address, get, post, request } from "../lib/api";
+import type { components } from "../lib/openapi";
 import { compact, leftOf, number, oneLine, percent, seconds, told } from "../lib/format";
 import { wholeOf } from "../lib/pages";
 import { useResource } from "../lib/resource";
@@ -50,40 +51,53 @@ function List({ after }: { after: string | null }) {
         <CopyAs cli="cray-agents jobs list" path="/v1/jobs" python="await Platform().views.jobs()" />
       </div>
       <Loaded of={jobs}>
-        {({ data, has_more }) =>
-          data.length === 0 ? (
-            <Empty>No training job yet.</Empty>
-          ) : (
+        {({ data, has_more }) => {
+          if (!data.length) return <Empty>No training job yet.</Empty>;
+          const [rows, sort] = sorted(
+            data,
+            {
+              state: (one) => one.state,
+              step: (one) => one.step,
+              loss: (one) => one.loss_last,
+              "trained tokens": (one) => one.trained_tokens,
+              time: (one) => one.seconds || null,
+              cost: (one) => costs(one.id)[1],
+            },
+            !after && !has_more,
+          );
+          return (
             <div class="section">
               <Table
                 label="Jobs"
                 heads={["job", "state", "step", "loss", "trained tokens", "time", "cost", "why"]}
-                rows={data.map((one) => [
+                sort={sort}
+                rows={rows.map((one) => [
                   <ScreenLink to={["job", one.id]}>{oneLine(one.id, 60)}</ScreenLink>,
                   <JobState state={one.state} />,
                   `${number(one.step)} of ${number(one.steps)}${leftOf(one)}`,
                   one.loss_last == null ? "–" : `${number(one.loss_first)} → ${number(one.loss_last)}`,
                   compact(one.trained_tokens),
                   seconds(one.seconds || null),
-                  costs(one.id),
+                  costs(one.id)[0],
                   oneLine(one.error || one.reason || "–", 160),
                 ])}
               />
               <Pages after={after} next={has_more && data.at(-1)?.id} />
             </div>
-          )
-        }
+          );
+        }}
       </Loaded>
     </>
   );
 }
 
-/** Return a function that tells what a job cost. */
-function useCosts(): (id: string) => string {
+/** Return a function that tells what a job cost, also as a number: money, else seconds. */
+function useCosts(): (id: string) => [string, (number | null)?] {
   const { data, error } = useResource((signal) => wholeOf((after) => get("/v1/cost", { query: { by: "job", after }, signal })), [], ["job"]);
   return (id) => {
     const row = data?.data.find((one) => one.job === id);
-    return error?.message ?? (data && row ? costOf(row.spent, data) : "–");
+    if (error) return [error.message];
+    return data && row ? [costOf(row.spent, data), data.currency ? row.spent.cost : devices(row.spent, data)] : ["–"];
   };
 }
 
@@ -94,11 +108,7 @@ function One({ id, params }: { id: string; params: URLSearchParams }) {
   const job = useResource((signal) => get("/v1/jobs/{job_id}", sent(signal)), [id], ["job"]);
   const series = useResource((signal) => get("/v1/jobs/{job_id}/series", sent(signal)), [id], ["job"]);
   const hardware = useResource((signal) => get("/v1/jobs/{job_id}/hardware", sent(signal)), [id], ["job"]);
-  const made = useResource(
-    async (signal) => (await get("/v1/models/lineage", { signal })).data.filter((one) => one.job === id),
-    [id],
-    ["model"],
-  );
+  const versions = useResource(async (signal) => (await get("/v1/models/lineage", { signal })).data, [], ["model"]).data ?? [];
   const log = useResource(
     async (signal) =>
       (await request("GET", address("/v1/jobs/{job_id}/logs", { job_id: id }, { tail: 40 }), undefined, signal, "text/plain")).text(),
@@ -140,12 +150,12 @@ function One({ id, params }: { id: string; params: URLSearchParams }) {
                   ["loss", `${number(data.loss_first)} → ${number(data.loss_last)}`],
                   ["trained tokens", compact(data.trained_tokens)],
                   ["time of its steps", seconds(data.seconds)],
-                  ["cost", costs(id)],
+                  ["cost", costs(id)[0]],
                   ["trainer and sampler", data.agreement && <Agreed job={data} />],
                   ["attempts", number(data.attempts)],
                   ["scheduler", oneLine(`${data.scheduler ?? ""} ${data.scheduler_job_id ?? ""}`)],
                   ["checkpoint", <span class="mono">{oneLine(data.checkpoint ?? (data.state in POSSIBLE ? "none yet" : "none"))}</span>],
-                  ...(made.data ?? []).slice(0, 3).map((one): [string, ComponentChildren] => [
+                  ...versions.filter((one) => one.job === id).slice(0, 3).map((one): [string, ComponentChildren] => [
                     "made",
                     <>
                       <Version id={one.id} />
@@ -158,17 +168,26 @@ function One({ id, params }: { id: string; params: URLSearchParams }) {
                 ]}
               />
             </section>
-            <Settings id={id} />
+            <Settings id={id} versions={versions} />
             <Loaded of={series}>
               {({ series: curves }) => {
                 const missing = Object.entries(CHIEF).filter(([name]) => !curves[name]?.length);
+                const smooth = params.get("smooth") === "1";
                 return (
                   <>
+                    {Object.keys(curves).length > 0 && (
+                      <div class="row" style={{ gridColumn: "1 / -1" }}>
+                        <button aria-pressed={smooth} onClick={() => setParams({ smooth: smooth ? null : 1 })}>
+                          Smooth the curves
+                        </button>
+                        {smooth && <span class="hint">Moving averages over about ten points; what was measured is faint.</span>}
+                      </div>
+                    )}
                     {[...Object.entries(CHIEF), ...others(curves)].map(
                       ([name, title]) =>
                         !!curves[name]?.length && (
                           <section class="card" key={name}>
-                            <Chart title={oneLine(title, 60)} axis="step" show={SHOWN[name]} points={curves[name] as [number, number][]} />
+                            <Chart title={oneLine(title, 60)} axis="step" smooth={smooth} show={SHOWN[name]} points={curves[name] as [number, number][]} />
                           </section>
                         ),
                     )}
@@ -207,25 +226,29 @@ function others(curves: Record<string, unknown>): [string, string][] {
 }
 
 /** What the job was asked to do. */
-function Settings({ id }: { id: string }) {
+function Settings({ id, versions }: { id: string; versions: readonly components["schemas"]["Ancestry"][] }) {
   const spec = useResource((signal) => get("/v1/jobs/{job_id}/spec", { path: { job_id: id }, signal }), [id]);
   return (
     <section class="card low" tabIndex={0} role="region" aria-label="Settings">
       <h2>Settings</h2>
       <Loaded of={spec}>
-        {({ method, dataset, session, hyperparameters, ...rest }) => (
-          <>
-            <Facts
-              of={[
-                ["method", oneLine(told(method), 40)],
-                ["loop, or session", typeof session === "string" && <ScreenLink to={["loop", session]}>{oneLine(session, 60)}</ScreenLink>],
-                ["dataset", typeof dataset === "string" && <ScreenLink to={["dataset", dataset]}>{oneLine(dataset, 60)}</ScreenLink>],
-              ]}
-            />
-            <Json name="hyperparameters" value={hyperparameters} open />
-            <Json name="the rest" value={rest} />
-          </>
-        )}
+        {({ method, dataset, session, hyperparameters, ...rest }) => {
+          const parent = versions.find((one) => one.checkpoint === rest.parent);
+          return (
+            <>
+              <Facts
+                of={[
+                  ["method", oneLine(told(method), 40)],
+                  ["loop, or session", typeof session === "string" && <ScreenLink to={["loop", session]}>{oneLine(session, 60)}</ScreenLink>],
+                  ["dataset", typeof dataset === "string" && <ScreenLink to={["dataset", dataset]}>{oneLine(dataset, 60)}</ScreenLink>],
+                  ["parent", parent ? <Version id={parent.id} /> : oneLine(told(rest.parent ?? ""), 60)],
+                ]}
+              />
+              <Json name="hyperparameters" value={hyperparameters} open />
+              <Json name="the rest" value={rest} />
+            </>
+          );
+        }}
       </Loaded>
     </section>
   );

@@ -6,6 +6,7 @@ import { Chart } from "../components/chart";
 import { CopyAs, quoted } from "../components/copy_as";
 import { Dialog } from "../components/dialog";
 import { Empty, Loaded } from "../components/states";
+import { Head, sorted, type Sort } from "../components/table";
 import { address, del, get, post } from "../lib/api";
 import { ago, compact, number, oneLine, seconds, time } from "../lib/format";
 import { useKeys } from "../lib/keyboard";
@@ -31,6 +32,9 @@ const ROLES: Record<RoleName, string> = {
   train: "... and train them",
   admin: "everything",
 };
+
+const HEADS = ["key", "role", "state", "last use"];
+const FIGURES = ["runs", "errors", "tokens in", "out"];
 
 /** A key that was made, or a name under which the platform itself counts; with its usage and cost. */
 interface Line {
@@ -70,7 +74,22 @@ export default function Keys({ params }: ScreenProps) {
   const [making, setMaking] = useState(false);
   const [ending, setEnding] = useState<Known | null>(null);
   const [secret, setSecret] = useState<components["schemas"]["NewKey"] | null>(null);
-  const rows = lines(known.data ?? [], used.data?.data ?? [], costs.data?.data ?? []);
+  const [rows, sort] = sorted(
+    lines(known.data ?? [], used.data?.data ?? [], costs.data?.data ?? []),
+    {
+      key: (one) => one.name,
+      role: (one) => one.known?.role,
+      "last use": (one) => one.usage?.last,
+      runs: (one) => one.usage?.runs ?? 0,
+      errors: (one) => one.usage?.errors ?? 0,
+      "tokens in": (one) => one.usage?.prompt_tokens ?? 0,
+      out: (one) => one.usage?.sampled_tokens ?? 0,
+      [heldTime(costs.data)]: (one) => one.cost && devices(one.cost.spent, costs.data),
+      made: (one) => one.known?.created,
+      ...(costs.data?.currency && { [oneLine(costs.data.currency, 3)]: (one: Line) => one.cost?.spent.cost }),
+    },
+    !used.data?.has_more,
+  );
   const at = rows.findIndex((row) => row.id === chosen);
   const choose = (id: string) => setParams({ key: id || NO_KEY });
   const select = (n: number) => rows[n] && choose(rows[n].id);
@@ -115,7 +134,7 @@ export default function Keys({ params }: ScreenProps) {
               <Loaded of={known}>
                 {() => (
                   <>
-                    <List rows={rows} chosen={chosen} table={costs.data} select={choose} end={setEnding} />
+                    <List rows={rows} chosen={chosen} table={costs.data} select={choose} end={setEnding} sort={sort} />
                     {has_more && <p class="hint">What the keys that used least used is not counted here.</p>}
                   </>
                 )}
@@ -152,11 +171,12 @@ export default function Keys({ params }: ScreenProps) {
 }
 
 function List(props: {
-  rows: Line[];
+  rows: readonly Line[];
   chosen: string | null;
   table: Table | undefined;
   select: (id: string) => void;
   end: (key: Known) => void;
+  sort: Sort | undefined;
 }) {
   const { rows, table } = props;
   if (!rows.length) return <Empty>{may("admin") ? "No key was made, and nothing was asked." : "Nothing was asked in this time."}</Empty>;
@@ -166,17 +186,13 @@ function List(props: {
         <table>
           <thead>
             <tr>
-              <th>key</th>
-              <th>role</th>
-              <th>state</th>
-              <th>last use</th>
-              <th class="number">runs</th>
-              <th class="number">errors</th>
-              <th class="number">tokens in</th>
-              <th class="number">out</th>
-              <th class="number">{table?.total.gpu_seconds ? "GPU time" : "core time"}</th>
-              {table?.currency && <th class="number">{oneLine(table.currency, 3)}</th>}
-              {may("admin") && <th>made</th>}
+              {HEADS.map((name) => (
+                <Head key={name} name={name} sort={props.sort} />
+              ))}
+              {[...FIGURES, heldTime(table), ...(table?.currency ? [oneLine(table.currency, 3)] : [])].map((name) => (
+                <Head key={name} name={name} sort={props.sort} class="number" />
+              ))}
+              {may("admin") && <Head name="made" sort={props.sort} />}
               {may("admin") && <th>end it</th>}
             </tr>
           </thead>
@@ -305,6 +321,11 @@ function lines(known: Known[], usage: Usage[], costs: Cost[]): Line[] {
   const ended = (row: Line) => Number(row.known?.revoked ?? false);
   const tokens = (row: Line) => (row.usage?.prompt_tokens ?? 0) + (row.usage?.sampled_tokens ?? 0);
   return rows.sort((a, b) => ended(a) - ended(b) || tokens(b) - tokens(a) || a.name.localeCompare(b.name));
+}
+
+/** Return the name of the column of the devices' time. */
+function heldTime(table: Table | undefined): string {
+  return table?.total.gpu_seconds ? "GPU time" : "core time";
 }
 
 function label(name: string, id: string): string {

@@ -7,7 +7,7 @@ import { Json } from "../components/json";
 import { ScreenLink } from "../components/screen_link";
 import { Empty, Loaded } from "../components/states";
 import { asCurve, testCurve } from "../components/success_chart";
-import { Pages, Table } from "../components/table";
+import { Head, Pages, sorted, Table } from "../components/table";
 import { get } from "../lib/api";
 import { ago, compact, number, oneLine, percent, seconds } from "../lib/format";
 import type { components } from "../lib/openapi";
@@ -41,6 +41,20 @@ function List({ after }: { after: string | null }) {
         {({ data, has_more }) => {
           const drawn = data.filter((one) => one.holdout.length).slice(0, MOST_CURVES).map((one) => asCurve(one));
           if (!data.length) return <Empty>No loop ran yet. "cray-agents demo" shows one.</Empty>;
+          const [rows, sort] = sorted(
+            data,
+            {
+              loop: (one) => one.id,
+              method: (one) => one.last?.method,
+              iterations: (one) => one.iterations,
+              "held-out": (one) => one.last?.holdout_success,
+              "at first": (one) => one.holdout[0]?.success,
+              test: (one) => testCurve(one.holdout).points.at(-1)?.[1],
+              target: (one) => one.last?.target,
+              changed: (one) => one.updated,
+            },
+            !after && !has_more,
+          );
           return (
             <div class="section">
               <section class="card wide">
@@ -50,7 +64,8 @@ function List({ after }: { after: string | null }) {
               <Table
                 label="Loops"
                 heads={["loop", "method", "iterations", "held-out", "at first", "test", "target", "version", "control", "changed"]}
-                rows={data.map(({ id, iterations, last, holdout, updated }) => [
+                sort={sort}
+                rows={rows.map(({ id, iterations, last, holdout, updated }) => [
                   <ScreenLink to={["loop", id]}>{oneLine(id, 60)}</ScreenLink>,
                   last?.iteration ? oneLine(last.method ?? "", 30) : "–",
                   number(iterations),
@@ -154,7 +169,7 @@ function One({ id }: { id: string }) {
                   <Chart title="time" axis="iteration" show={seconds} points={list.map((one) => [one.iteration, one.wall ?? 0])} />
                 </section>
               </div>
-              <Rows list={[...list].reverse().slice(0, MOST)} loop={id} />
+              <Rows list={[...list].reverse().slice(0, MOST)} whole={list.length <= MOST} loop={id} />
               {list.length > MOST && <p class="hint">The first {list.length - MOST} iterations are in the curves only.</p>}
               <div class="section">
                 <About id={id} />
@@ -184,21 +199,35 @@ const COLUMNS = {
   time: "",
 };
 
-function Rows({ list, loop }: { list: Iteration[]; loop: string }) {
+function Rows({ list, whole, loop }: { list: Iteration[]; whole: boolean; loop: string }) {
+  const [rows, sort] = sorted(
+    list,
+    {
+      iteration: (one) => one.iteration,
+      outcome: (one) => Number(one.promoted),
+      "held-out": (one) => one.holdout_success,
+      test: (one) => (one.test_tasks ? one.test_success : null),
+      evidence: (one) => one.evidence,
+      runs: (one) => one.runs,
+      good: (one) => one.accepted_runs,
+      tokens: (one) => one.tokens,
+      "logprob check": (one) => one.probe_max_logprob_diff,
+      time: (one) => one.wall,
+    },
+    whole,
+  );
   return (
     <div class="table-box" tabIndex={0} role="region" aria-label="Iterations">
       <table>
         <thead>
           <tr>
             {Object.entries(COLUMNS).map(([name, about]) => (
-              <th key={name} title={about || undefined}>
-                {name}
-              </th>
+              <Head key={name} name={name} sort={sort} title={about || undefined} />
             ))}
           </tr>
         </thead>
         <tbody>
-          {list.map((one) => (
+          {rows.map((one) => (
             <tr key={one.iteration}>
               <td>
                 <ScreenLink to={["iteration", loop, String(one.iteration)]}>{one.iteration}</ScreenLink>

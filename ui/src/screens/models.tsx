@@ -1,20 +1,22 @@
-/** Models: the versions of every name, each under its parent, with the job and dataset that made it; evaluations. */
+/** Models: the versions of every name, each under its parent, with what made it and what can be decided; evaluations. */
+import { useState } from "preact/hooks";
+import { Action } from "../components/action";
 import { Version } from "../components/chips";
 import { CopyAs, quoted } from "../components/copy_as";
 import { Facts } from "../components/facts";
 import { Json } from "../components/json";
 import { ScreenLink } from "../components/screen_link";
 import { Empty, Loaded } from "../components/states";
-import { Table } from "../components/table";
+import { sorted, Table } from "../components/table";
 import { VirtualList } from "../components/virtual_list";
-import { get } from "../lib/api";
+import { get, post } from "../lib/api";
 import { ago, number, oneLine, seconds, time } from "../lib/format";
 import type { components } from "../lib/openapi";
 import { useResource } from "../lib/resource";
+import { may } from "../lib/session";
 import type { ScreenProps } from ".";
 
 type Ancestry = components["schemas"]["Ancestry"];
-type Evaluated = components["schemas"]["EvaluatedModel"];
 
 /** Order versions so that each comes after its parent, with its depth. */
 function tree(list: Ancestry[]): [Ancestry, number][] {
@@ -65,7 +67,7 @@ export default function Models({ params }: ScreenProps) {
                 .
               </p>
             ))}
-            {chosen && <Details of={chosen} />}
+            {chosen && <Details key={chosen.id} of={chosen} reload={lineage.reload} />}
             <VirtualList
               class="conversation"
               label="Versions"
@@ -93,14 +95,69 @@ function ancestors(version: Ancestry, all: Ancestry[]): string[] {
   return found;
 }
 
+const DECISIONS = ["promote", "roll back", "reject"] as const;
+type Decision = (typeof DECISIONS)[number];
+
+/** What can be decided about a version: the promoted one gives way to the one before, one that served comes back. */
+function possible({ promoted, events }: Ancestry): readonly Decision[] {
+  if (promoted) return ["roll back"];
+  return events.some((one) => one.kind === "promoted" || one.kind === "rolled_back") ? DECISIONS : ["promote", "reject"];
+}
+
+function Decide(props: { of: Ancestry; what: Decision; reload: () => void; close: () => void }) {
+  const { of: version, what } = props;
+  const [name = "", number] = version.id.split("@");
+  const back = what === "roll back";
+  const to = back && version.promoted ? null : Number(number);
+  const command = back ? `rollback ${quoted(name)}${to === null ? "" : ` --to ${to}`}` : `${what} ${quoted(version.id)}`;
+  const act = (reason: string) => {
+    const sent = { path: { name } as never, reason };
+    const why = { reason, who: "", force: false };
+    if (back) return post("/v1/models/{name}/rollback", { ...sent, body: { ...why, to } });
+    return post(`/v1/models/{name}/${what}`, { ...sent, body: { ...why, version: to } } as never);
+  };
+  return (
+    <Action
+      title={back ? (to === null ? `roll back from ${version.id}` : `roll back to ${version.id}`) : `${what} ${version.id}`}
+      danger={what !== "promote"}
+      cli={(reason) => `cray-agents models ${command}${reason ? ` --reason ${quoted(reason)}` : ""}`}
+      act={(reason) => act(reason).then(props.reload)}
+      close={props.close}
+    >
+      <p style={{ margin: 0 }}>
+        {what === "reject" ? (
+          <>It is noted in the history. What answers stays.</>
+        ) : (
+          <>
+            {to === null ? `What was promoted before ${version.id}` : version.id} answers whoever asks for <b>{name}</b>, as soon as the
+            replicas hold it and it passes its logprob check. No request is lost.
+          </>
+        )}
+      </p>
+    </Action>
+  );
+}
+
 /** What made a version, what it measured, and what was decided about it. */
-function Details({ of: version }: { of: Ancestry }) {
+function Details({ of: version, reload }: { of: Ancestry; reload: () => void }) {
+  const [what, decide] = useState<Decision | null>(null);
   return (
     <section class="card" style={{ maxHeight: "45dvh", overflow: "auto", flex: "none" }} tabIndex={0} role="region" aria-label="The chosen version">
       <div class="row">
         <h2>{oneLine(version.id, 80)}</h2>
         {version.promoted && <span class="chip good">promoted</span>}
         <span class="spacer" />
+        {may("admin") &&
+          DECISIONS.map((one) => (
+            <button
+              key={one}
+              class={one === "promote" ? "" : "danger"}
+              disabled={!possible(version).includes(one)}
+              onClick={() => decide(one)}
+            >
+              {one === "roll back" && !version.promoted ? "roll back to it" : one}
+            </button>
+          ))}
         <CopyAs cli={`cray-agents models show ${quoted(version.id)}`} path={`/v1/models/${encodeURIComponent(version.id)}/lineage`} />
       </div>
       <Facts
@@ -117,6 +174,7 @@ function Details({ of: version }: { of: Ancestry }) {
         ]}
       />
       <Json name="metrics" value={version.metrics} />
+      {what && <Decide of={version} what={what} reload={reload} close={() => decide(null)} />}
     </section>
   );
 }
@@ -125,11 +183,23 @@ function Details({ of: version }: { of: Ancestry }) {
 function Evaluations() {
   const { data } = useResource((signal) => get("/v1/evaluations", { signal }), [], ["run"]);
   if (!data?.data.length) return null;
+  const [rows, sort] = sorted(
+    data.data,
+    {
+      evaluation: (one) => one.loop,
+      model: (one) => one.model,
+      success: (one) => one.success.value,
+      seconds: (one) => one.seconds,
+      "cost of a request": (one) => one.cost,
+    },
+    true,
+  );
   return (
     <Table
       label="Evaluations"
+      sort={sort}
       heads={["evaluation", "model", "success", "interval of 95 %", "seconds", "cost of a request"]}
-      rows={data.data.map((one: Evaluated) => [
+      rows={rows.map((one) => [
         <ScreenLink to={["runs"]} params={{ q: `loop:${one.loop}` }}>
           {oneLine(one.loop, 80)}
         </ScreenLink>,
