@@ -22,7 +22,7 @@ BOUNDS = {
     "words of ARCHITECTURE.md": 3_000,
     "words of README.md": 950,
     "words of CHANGELOG.md": 300,
-    "words of BENCHMARKS.md": 3_660,
+    "words of BENCHMARKS.md": 3_800,
     "pages of docs": 17,
     "words of docs": 21_780,
 }
