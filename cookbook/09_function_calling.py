@@ -369,7 +369,7 @@ class FunctionCalling:
             rewards=[self.correct],
             name=f"bfcl-{method}-{seed}",
             method=way,
-            sampling=Sampling(temperature=0.8, seed=seed),
+            sampling=Sampling(temperature=0.6, seed=seed),
             data=data,
             promotion=PromotionTest(alpha=0.1),
         )

@@ -27,7 +27,6 @@ from cray_agents.config import Config, load_config
 from cray_agents.errors import BadInput, StoreError
 from cray_agents.iteration import Iteration
 from cray_agents.loop.loop import Loop
-from cray_agents.loop.methods import RFT, Training
 from cray_agents.runtime.disk import checksums
 from cray_agents.server.permissions import make_private
 from cray_agents.server.platform_process import ask_once, client, serving, shown_path
@@ -62,8 +61,8 @@ def demo(
     model: Annotated[
         str | None,
         typer.Option(
-            help="smollm2: a real model of 135M parameters learns to call functions, in half an "
-            "hour; it is downloaded, 95 MB with its benchmark."
+            help="smollm2: a real model of 135M parameters learns to call functions, in twenty "
+            "minutes; it is downloaded, 95 MB with its benchmark."
         ),
     ] = None,
 ) -> None:
@@ -89,7 +88,7 @@ def demo(
     )
     if control:
         loop = replace(loop, control="shuffled-rewards", name=f"{loop.name}-{control}")
-    usual = 2 if model else calculator_loop.size_of("rft", quick).iterations
+    usual = 4 if model else calculator_loop.size_of("rft", quick).iterations
     most = iterations or (1 if model and quick else usual)
     with LoopScreen(f"demo, seed {seed}", most) as screen:
         loop.on_progress = screen.progress
@@ -117,14 +116,10 @@ def real_loop(seed: int, quick: bool) -> tuple[Path, Loop]:
         calling = recipe.FunctionCalling.load(benchmark)
     except SystemExit as error:
         raise BadInput(str(error)) from None
-    loop = calling.loop(seed=seed, quick=quick)
-    if not quick:  # ten minutes an iteration on two cores
-        training = Training(steps=8, batch_size=16, learning_rate=2e-5, order="weighted", seed=seed)
-        method = RFT(tasks_per_iteration=96, group_size=4, parent="latest", training=training)
-        loop = replace(loop, method=method)
-    most = 2 if quick else 24  # of a category
-    tasks = calling.tasks({"train": 8 if quick else 150, "holdout": most, "test": most})
-    return next(model.rglob("*.gguf")), replace(loop, tasks=tasks)
+    of_category = (8, 2, 2) if quick else (250, 40, 24)
+    tasks = calling.tasks(dict(zip(("train", "holdout", "test"), of_category, strict=True)))
+    loop = replace(calling.loop(seed=seed, quick=quick), tasks=tasks)
+    return next(model.rglob("*.gguf")), loop
 
 
 def claim(path: Path, settings: dict[str, Any]) -> None:
