@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv-NAME at the root of the checkout from requirements/NAME.txt, with the Python of .venv: an environment for
 # programs whose pins clash with ours.     requirements/environment.sh NAME
-# chart, foreign, inspect, lm_eval, ogx, openenv, tinker, trackers and verifiers are for tests, litellm, phoenix, sglang_router, skyrl and vllm_router
+# chart, foreign, inspect, lm_eval, ogx, openenv, tinker, trackers and verifiers are for tests, dspy, litellm, phoenix, sglang_router, skyrl and vllm_router
 # for benchmarks.
 # Safe to run again at any time, also twice at once: a finished one is recognised by its stamp in no time, a half-finished
 # or outdated one is made anew. Called by the tests and the benchmarks that use them; after `make setup`.

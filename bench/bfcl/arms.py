@@ -10,6 +10,7 @@ CRAY_BENCH_TINY=1: very little of everything, to see that it works.
 
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from typing import Any
 from bench.bfcl import measure, report, rival
 from bench.bfcl.clock import Clock
 from bench.bfcl.prompts import CANDIDATES, ROOT, TEMPERATURES, recipe
-from bench.rivals.environments import version_of
+from bench.rivals.environments import make_environments, version_of
 from cray_agents import Data, Examples
 from cray_agents.cli.iteration_table import LoopScreen
 
@@ -249,11 +250,53 @@ def trl(seed: int) -> None:
     tested(home, name, **shown)
 
 
+def dspy(seed: int) -> None:
+    """Let DSPy bootstrap examples, with about the calls of our arm without training."""
+    name, chosen, method = f"dspy-{seed}", calling(), Examples(iterations=1)
+    rivals = make_environments({"dspy": ("dspy", "dspy")})
+    if "dspy" in rivals.missing:
+        sys.exit(f"DSPy's environment could not be made: {rivals.missing['dspy']}")
+    agent, prompt = chosen.agent(), chosen.prompt
+    tasks = chosen.loop("rft", seed, quick=TINY).tasks.split("train")
+    drawn = [
+        (task.id, task.text) for task in random.Random(seed).sample(tasks, min(160, len(tasks)))
+    ]
+    tests = _entries("test", dict.fromkeys(TESTED, 10**6))
+    shown = [prompt.shown[place : place + 2] for place in range(0, len(prompt.shown), 2)]
+    job = {
+        "model": agent.model,
+        "instructions": agent.instructions,
+        "shown": [[ask["content"], answer["content"]] for ask, answer in shown],
+        "train": drawn[32:],
+        "tried": drawn[:32],
+        "test": [(entry["id"], chosen.task(entry).text) for entry in tests],
+        "temperature": _needed("prompt")["temperature"],
+        "max_tokens": agent.max_tokens,
+        "count": method.count,
+        "sets": 1 if TINY else method.sets,
+    }
+
+    def right(entry: str, answer: str) -> bool:
+        calls = prompt.read(answer)
+        return calls is not None and chosen.right(chosen.entries[entry], calls)
+
+    begun = time.monotonic()
+    with _platform(FOLDER / "base") as where:
+        job["url"] = f"{where.url}/v1"
+        found = rival.bootstrap(rivals.pythons["dspy"], job, FOLDER / name, right)
+    answers = found.pop("answers")
+    marks = measure.marks(chosen, {entry["id"]: [answers.get(entry["id"])] for entry in tests})
+    seconds = round(time.monotonic() - begun)
+    _write(name, arm=name, seed=seed, seconds=seconds, right=marks, rivals=rivals.versions, **found)
+
+
 def everything() -> None:
-    """Test base and best RFT seed on all entries of all categories that are tests."""
+    """Test base and the best RFT seed whose folder is there, on all tests of all categories."""
     chosen, right = calling(), {}
     entries = _entries("test", dict.fromkeys(recipe.CATEGORIES, 10**6))
-    best = max((f"rft-{seed}" for seed in SEEDS if _result(f"rft-{seed}")), key=_last, default=None)
+    names = [f"rft-{seed}" for seed in SEEDS]
+    kept = [name for name in names if _result(name) and _beginning(FOLDER / name) is None]
+    best = max(kept, key=_last, default=None)
     for name in ["base", *([best] if best else [])]:
         with _platform(FOLDER / name) as where:
             right[name] = measure.marks(chosen, measure.answers(where, chosen, entries, say))
@@ -274,6 +317,7 @@ STAGES: dict[str, Callable[[], None]] = {
     "examples-0": partial(learn, "examples", 0),
     "examples-rft-0": partial(learn, "examples-rft", 0),
     "trl-0": partial(trl, 0),
+    "dspy-0": partial(dspy, 0),
     **{f"control-{seed}": partial(learn, "control", seed) for seed in SEEDS},
     "categories": everything,
     "table": lambda: report.publish(RESULTS, ROOT / "docs" / "bfcl.svg"),

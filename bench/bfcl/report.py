@@ -13,11 +13,12 @@ KINDS = {
     "examples": "cray-agents, examples, no training",
     "examples-rft": "cray-agents, examples, then rft",
     "trl": "TRL GRPOTrainer",
+    "dspy": "DSPy, bootstrapped examples",
     "control": "rft, shuffled rewards",
 }
 COLOURS = {
     "base": "#8c959f", "rft": "#0969da", "grpo": "#54aeff", "examples": "#1a7f37",
-    "examples-rft": "#4ac26b", "trl": "#bf8700", "control": "#d0d7de"
+    "examples-rft": "#4ac26b", "trl": "#bf8700", "dspy": "#8250df", "control": "#d0d7de"
 }  # fmt: skip
 IN_ROW = 4  # names of arms above the picture
 Marks = dict[str, str]

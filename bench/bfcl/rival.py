@@ -1,16 +1,20 @@
-"""TRL's GRPOTrainer on the same tasks, prompt and reward, from the same weights.
+"""Rivals on the same tasks and reward, from the same weights: TRL's GRPOTrainer, DSPy's examples.
 
-It goes on from its newest checkpoint after a kill. Groups, batch, rate, clipping and temperature
+TRL goes on from its newest checkpoint after a kill. Groups, batch, rate, clipping and temperature
 are our GRPO's. It samples with transformers, in float32 on both cores, as TRL does on a CPU.
+DSPy asks our server, with prompts of our form.
 """
 
+import json
+import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.bfcl.clock import Clock
+from bench.rivals.server_process import foreign
 from bench.rivals.trl_settings import for_cpu, load
 
 SAVE = 600.0  # seconds between two checkpoints
@@ -102,3 +106,32 @@ def learn(
     trainer.train(resume_from_checkpoint=newest)
     trainer.save_model(str(model))
     return Learned(model, trainer.state.global_step, clock.seconds)
+
+
+def bootstrap(
+    python: Path, job: dict[str, Any], folder: Path, right: Callable[[str, str], bool]
+) -> dict[str, Any]:
+    """Let DSPy choose examples, and answer the test with them: see dspy_program.py.
+
+    `python`: of DSPy's environment. `right`: the verdict on an answer to the entry of a name.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file, found = folder / "dspy.json", None
+    file.write_text(json.dumps(job))
+    program = Path(__file__).with_name("dspy_program.py")
+    with subprocess.Popen(
+        [python, program, file],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=foreign(folder),
+    ) as process:
+        assert process.stdin and process.stdout
+        for line in process.stdout:
+            if isinstance(said := json.loads(line), list):
+                print(json.dumps(right(*said)), file=process.stdin, flush=True)
+            else:
+                found = said
+    if found is None:
+        raise SystemExit(f"DSPy ended with code {process.returncode} and no result")
+    return found
