@@ -267,6 +267,14 @@ async def pid_of(home: Home, name: str) -> int:
     return int((home.jobs / f"{name}.runs").read_text())
 
 
+async def train_while_asked(here: Site, home: Home, scheduler: LocalProcesses) -> int:
+    """Begin a job, then let requests wait for the GPU; return the job's process."""
+    scheduler.submit(job(home, "first"))
+    pid = await pid_of(home, "first")
+    here.asked = True
+    return pid
+
+
 def stands_still(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
@@ -275,9 +283,7 @@ async def test_requests_that_wait_suspend_a_job(
     tmp_path: Path, home: Home, scheduler: LocalProcesses, tool: CudaCheckpoint
 ) -> None:
     async with site(tmp_path, home, scheduler) as here:
-        scheduler.submit(job(home, "first"))
-        pid = await pid_of(home, "first")
-        here.asked = True
+        pid = await train_while_asked(here, home, scheduler)
         assert await ask(here.pool, "m@1") == "m@1"
         await until(lambda: stands_still(pid))
         assert tool.orders == ["lock", "checkpoint"]
@@ -294,9 +300,7 @@ async def test_a_job_whose_work_on_the_gpu_does_not_end_is_not_suspended(
 ) -> None:
     tool.fails("lock")
     async with site(tmp_path, home, scheduler) as here:
-        scheduler.submit(job(home, "first"))
-        pid = await pid_of(home, "first")
-        here.asked = True
+        pid = await train_while_asked(here, home, scheduler)
         waiting = asyncio.create_task(ask(here.pool, "m@1"))
         await until(lambda: tool.orders == ["lock", "unlock"])
         assert not stands_still(pid) and not waiting.done()
@@ -312,9 +316,7 @@ async def test_a_job_that_the_tool_breaks_is_killed(
 ) -> None:
     tool.fails(order)
     async with site(tmp_path, home, scheduler) as here:
-        scheduler.submit(job(home, "first"))
-        await pid_of(home, "first")
-        here.asked = True
+        await train_while_asked(here, home, scheduler)
         assert await ask(here.pool, "m@1") == "m@1"
         here.asked = False
         await until(lambda: scheduler.status("first").state == "failed")
@@ -342,9 +344,7 @@ async def test_a_suspended_job_may_be_cancelled(
     tmp_path: Path, home: Home, scheduler: LocalProcesses, tool: CudaCheckpoint
 ) -> None:
     async with site(tmp_path, home, scheduler) as here:
-        scheduler.submit(job(home, "first"))
-        pid = await pid_of(home, "first")
-        here.asked = True
+        pid = await train_while_asked(here, home, scheduler)
         await until(lambda: stands_still(pid) and here.turns == 1)
         scheduler.cancel("first")
         await until(lambda: scheduler.status("first").state == "cancelled")
