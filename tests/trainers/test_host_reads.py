@@ -75,7 +75,7 @@ def reads_in(run: Callable[[], Any]) -> Counter[str]:
 def count_reads(
     specs: dict[str, JobSpec], datasets: Path, out: Path, rank: int, store: Any, stop: Any
 ) -> int:
-    """One rank: the reads of each spec's second step, and of scoring its samples."""
+    """A rank: the reads of each spec's second step, and of scoring its samples; rank 0 tells."""
     from cray_agents.trainers.data.packer import BaselineLogprobs
     from cray_agents.trainers.data.samples import read_samples
     from cray_agents.trainers.models.architecture import read_architecture
@@ -83,7 +83,8 @@ def count_reads(
     from cray_agents.trainers.training.train_step import RankTraining
 
     on_cpu = not torch.cuda.is_available()
-    join_ranks(next(iter(specs.values())).layout, rank, 1, store, on_cpu=on_cpu)
+    layout = next(iter(specs.values())).layout
+    join_ranks(layout, rank, layout.world, store, on_cpu=on_cpu)
     found = {}
     for name, spec in specs.items():
         samples = read_samples(datasets / spec.method, spec.method)
@@ -98,7 +99,8 @@ def count_reads(
         packed = training.pack_share(samples, samples.units)[0]
         count: Callable[..., Any] = reads_in if on_cpu else waits_in
         found[name] = (len(packed), count(step), count(score))
-    (out / "found.json").write_text(json.dumps(found))
+    if rank == 0:
+        (out / "found.json").write_text(json.dumps(found))
     return 0
 
 
@@ -114,8 +116,9 @@ def waits_in(run: Callable[[], Any]) -> int:
     return sum("synchroniz" in str(warning.message) for warning in caught)
 
 
+@pytest.mark.parametrize("layout", [{}, {"pipeline": 2}, {"pipeline": 2, "interleave": 2}])
 def test_the_reads_of_a_step_grow_neither_with_its_micro_batches_nor_with_layers(
-    lab: Any, tmp_path: Path
+    lab: Any, tmp_path: Path, layout: dict[str, int]
 ) -> None:
     """On a GPU this counts what torch reports as waiting, in bfloat16; kto is left out."""
     from cray_agents.trainers.job.launch import find_placement, run_ranks
@@ -123,6 +126,9 @@ def test_the_reads_of_a_step_grow_neither_with_its_micro_batches_nor_with_layers
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     on_cpu = load_megatron()
+    ranks = layout.get("pipeline", 1)
+    if not on_cpu and ranks > torch.cuda.device_count():
+        pytest.skip(f"needs {ranks} GPUs")
     specs = {}
     for method in METHODS:
         lab.dataset(method, method=method)
@@ -131,12 +137,12 @@ def test_the_reads_of_a_step_grow_neither_with_its_micro_batches_nor_with_layers
             # gradients are clipped in any case: their norm is far above
             hyper |= {"batch_size": 12, "clip_grad": 1e-3}
             hyper["dtype"] = "float32" if on_cpu else "bfloat16"
-            spec = lab.spec(parent, dataset=method, method=method, hyper=hyper)
+            spec = lab.spec(parent, dataset=method, method=method, hyper=hyper, layout=layout)
             specs[f"{method} {case}"] = spec
     work = partial(count_reads, specs, lab.home.dataset("sft").parent, tmp_path)
-    assert run_ranks(find_placement(1, "reads"), tmp_path / "logs", work).code == 0
+    assert run_ranks(find_placement(ranks, "reads"), tmp_path / "logs", work).code == 0
     found = json.loads((tmp_path / "found.json").read_bytes())
     for method in METHODS:
         usual, many, deep = (found[f"{method} {case}"] for case in CASES)
-        assert many[0] > 4 * usual[0] == 4
+        assert many[0] >= 4 * usual[0] >= 4
         assert many[1:] == deep[1:] == usual[1:], method

@@ -266,31 +266,47 @@ def test_kernels_work_on_a_gpu(model: Architecture, tmp_path: Path) -> None:
 
 
 def product_of_experts(folder: Path, out: Path, rank: int, store: Any, stop: Any) -> int:
-    """One rank: a layer's experts, one after the other and all at once."""
+    """One rank: a layer's experts, one after the other, all at once, and at once in a buffer."""
     from megatron.core.transformer.moe.experts import SequentialMLP
 
-    from cray_agents.trainers.models.model import build_model, grouped_experts
+    from cray_agents.trainers.models import model as models
+    from cray_agents.trainers.training.optimizer import wrap
     from cray_agents.trainers.training.parallel_groups import join_ranks
     from cray_agents.training_jobs import Hyperparameters
 
     join_ranks(Layout(), rank, 1, store, on_cpu=True)
     model = read_architecture(folder)
-    found = []
+    found: list[list[dict[str, torch.Tensor]]] = []
     for dtype in ("float32", "bfloat16"):
         hyper = Hyperparameters(steps=1, dtype=dtype)
-        (chunk,) = build_model(model, Layout(), hyper, on_cpu=True)
-        experts = chunk.decoder.layers[0].mlp.experts
-        assert type(experts) is SequentialMLP
+        (chunk,) = models.build_model(model, Layout(), hyper, on_cpu=True)
+        single = chunk.decoder.layers[0].mlp.experts
+        assert type(single) is SequentialMLP
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(models, "layers_of", lambda *_: LayerChoice(False, False, True, ""))
+            (chunk,) = models.build_model(model, Layout(), hyper, on_cpu=True)
+        at_once = chunk.decoder.layers[0].mlp.experts
+        assert type(at_once) is models.grouped_experts()
+        at_once.load_state_dict(single.state_dict())
         counts = torch.tensor([5, 0, 9, 2])
-        tokens = torch.randn(16, model.hidden).to(next(experts.parameters()).dtype)
-        for kind in (SequentialMLP, grouped_experts()):
-            experts.__class__ = kind
+        tokens = torch.randn(16, model.hidden).to(next(single.parameters()).dtype)
+        found.append([])
+        for place, experts in enumerate((single, at_once, at_once)):
+            if place == 2:
+                wrap([chunk], Layout(), hyper, overlap=False)
+                weights = [experts.local_experts[i].linear_fc1.weight for i in range(4)]
+                together = models.as_one(weights)
+                assert together.data_ptr() == weights[0].data_ptr()  # no copy
+                assert all(torch.equal(*pair) for pair in zip(together, weights, strict=True))
             x, probs = tokens.clone().requires_grad_(), torch.linspace(0, 1, 16).requires_grad_()
             experts.zero_grad()
             y, _ = experts(x, counts, probs)
             y.backward(torch.linspace(-1, 1, y.numel()).to(y.dtype).view_as(y))
-            weights = {name: p.grad.clone() for name, p in experts.named_parameters()}
-            found.append({"y": y.detach(), "x": x.grad, "probs": probs.grad, **weights})
+            gradients = {
+                name: (p.grad if p.grad is not None else p.main_grad).clone()
+                for name, p in experts.named_parameters()
+            }
+            found[-1].append({"y": y.detach(), "x": x.grad, "probs": probs.grad, **gradients})
     torch.save(found, out / "found.pt")
     return 0
 
@@ -299,8 +315,11 @@ def product_of_experts(folder: Path, out: Path, rank: int, store: Any, stop: Any
 def test_experts_at_once_equal_one_after_the_other(models: Any, tmp_path: Path) -> None:
     work = partial(product_of_experts, models("qwen3_moe"), tmp_path)
     assert run_forked(1, tmp_path / "logs", work) is None
-    single, at_once, half, half_at_once = torch.load(tmp_path / "found.pt")
-    for these, those, error in ((single, at_once, 1e-5), (half, half_at_once, 0.02)):
-        assert these.keys() == those.keys() and len(these) == 3 + 2 * 4
-        for name, numbers in these.items():
-            torch.testing.assert_close(those[name], numbers, rtol=error, atol=error, msg=name)
+    close = partial(torch.testing.assert_close, check_dtype=False)
+    for (these, *others), error in zip(
+        torch.load(tmp_path / "found.pt"), (1e-5, 0.02), strict=True
+    ):
+        for those in others:
+            assert these.keys() == those.keys() and len(these) == 3 + 2 * 4
+            for name, numbers in these.items():
+                close(those[name], numbers, rtol=error, atol=error, msg=name)

@@ -46,10 +46,7 @@ def share(packed: Packed, rank: int, ranks: int, multiple: int = 1) -> ContextSh
     Every rank's number of tokens is a multiple of `multiple`: under sequence parallelism tensor
     ranks divide them evenly. One rank and a multiple of 1 give the whole micro-batch unchanged.
     """
-    chunks = 2 * ranks if ranks > 1 else 1
-    lengths = np.diff(packed.bounds).astype(np.int64)
-    filled = lengths + -lengths % chunks
-    filled[-1] += -filled.sum() % (chunks * multiple)
+    lengths, filled = np.diff(packed.bounds), fill_up(packed, ranks, multiple)
     positions, sequence = cut(filled, rank, ranks)
     real = positions < lengths[sequence]
     places = np.where(real, packed.bounds[sequence] + positions, -1)
@@ -75,6 +72,15 @@ def share(packed: Packed, rank: int, ranks: int, multiple: int = 1) -> ContextSh
         if packed.routes is None
         else np.where(real[:, None], packed.routes[places], -1),
     )
+
+
+def fill_up(packed: Packed, ranks: int, multiple: int = 1) -> Ints:
+    """Return the lengths of a micro-batch's sequences before the cut, [sequences]: see `share`."""
+    chunks = 2 * ranks if ranks > 1 else 1
+    lengths = np.diff(packed.bounds).astype(np.int64)
+    filled = lengths + -lengths % chunks
+    filled[-1] += -filled.sum() % (chunks * multiple)
+    return filled
 
 
 def cut(lengths: Ints, rank: int, ranks: int) -> tuple[Ints, Ints]:

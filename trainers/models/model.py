@@ -13,6 +13,7 @@ in its first step.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -139,6 +140,13 @@ def grouped_experts() -> type[Any]:
     class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         """A rank's experts, all at once: SwiGLU between two grouped products, without biases."""
 
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            # Megatron's buffer begins with the last weight; `as_one` needs the experts in order
+            modules = self.local_experts._modules
+            for name in list(modules)[::-1]:
+                modules[name] = modules.pop(name)
+
         def forward(
             self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
         ) -> tuple[torch.Tensor, None]:
@@ -147,7 +155,7 @@ def grouped_experts() -> type[Any]:
                 return super().forward(tokens, tokens_per_expert, probs)  # type: ignore[no-any-return]
             ends = tokens_per_expert.cumsum(0).to(tokens.device, torch.int32, non_blocking=True)
             into, out = (
-                [getattr(expert, name).weight for expert in self.local_experts]
+                [getattr(self.local_experts[i], name).weight for i in range(self.num_local_experts)]
                 for name in ("linear_fc1", "linear_fc2")
             )
             gated = mlp.weighted_bias_swiglu_impl(
@@ -163,10 +171,24 @@ def grouped_product(
 ) -> torch.Tensor:
     """Multiply each expert's tokens [n, in] by its weight [out, in]; `ends` [experts], int32.
 
-    Only the weights are kept for the backward pass, not the copy of them that the product takes:
+    Only the weights are kept for the backward pass, not a copy of them that the product may take:
     over all layers the copies would be as large as the model.
     """
     return _GroupedProduct.apply(tokens, ends, *weights)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def as_one(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return weights of a shape as one tensor [weights, ...], without a copy if that is possible.
+
+    They must lie at equal distances in one storage, as in Megatron's buffer of weights.
+    """
+    starts = [weight.data_ptr() for weight in weights]
+    distances = {after - before for before, after in pairwise(starts)}
+    one_storage = len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
+    if not one_storage or len(distances) != 1 or min(distances) <= 0:
+        return torch.stack(list(weights))
+    first, step = weights[0], distances.pop() // weights[0].element_size()
+    return first.as_strided((len(weights), *first.shape), (step, *first.stride()))
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -175,14 +197,13 @@ class _GroupedProduct(torch.autograd.Function):
         ctx: Any, tokens: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(tokens, ends, *weights)
-        stacked = torch.stack(weights).transpose(1, 2)
-        return torch.nn.functional.grouped_mm(tokens, stacked, offs=ends)
+        return torch.nn.functional.grouped_mm(tokens, as_one(weights).mT, offs=ends)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         tokens, ends, *weights = ctx.saved_tensors
         gradient, product = gradients[0].contiguous(), torch.nn.functional.grouped_mm
-        d_tokens = product(gradient, torch.stack(weights), offs=ends)
+        d_tokens = product(gradient, as_one(weights), offs=ends)
         if not any(ctx.needs_input_grad[2:]):
             return d_tokens, None, *(None for _ in weights)
         d_weights = product(gradient.t(), tokens, offs=ends)
@@ -328,6 +349,7 @@ def transformer_config(
         # and gradient norms under tensor parallelism would be wrong
         "moe_token_dispatcher_type": "alltoall",  # packing refuses "allgather", dense or not
         "variable_seq_lengths": True,  # micro-batches differ in length between pipeline stages
+        "batch_p2p_sync": False,  # only before PyTorch 1.13 (pytorch/pytorch 82450)
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
         "context_parallel_size": layout.context,

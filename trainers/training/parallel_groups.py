@@ -6,7 +6,7 @@ rank 0 decides alone. Read next: train_step.py.
 
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -15,7 +15,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from cray_agents.errors import FULL, DiskFull, StoreError
-from cray_agents.trainers.data.context_parallel import ContextShard, share
+from cray_agents.trainers.data.context_parallel import ContextShard, fill_up, share
 from cray_agents.trainers.data.packer import Packed
 from cray_agents.trainers.data.samples import Floats, Ints
 from cray_agents.trainers.methods.loss import TrainedTokens
@@ -80,10 +80,46 @@ class Ranks:
     # ---- this rank's share of a micro-batch
     def share(self, packed: Packed) -> ContextShard:
         """Return this context rank's share of a micro-batch."""
-        multiple = self.layout.tensor if self.layout.sequence_parallel else 1
-        if self.fp8:
-            multiple *= FP8_ROWS
-        return share(packed, self.context_rank, self.layout.context, multiple)
+        return share(packed, self.context_rank, self.layout.context, self._multiple)
+
+    @property
+    def _multiple(self) -> int:
+        """What the number of a share's tokens is a multiple of."""
+        sequence = self.layout.tensor if self.layout.sequence_parallel else 1
+        return sequence * (FP8_ROWS if self.fp8 else 1)
+
+    def stage_links(self, chunk: Any, batches: Sequence[Packed]) -> dict[str, Any]:
+        """Return arguments of Megatron's schedules with which stages tell each other no shapes.
+
+        Megatron's own links send a shape before each tensor, and wait for the device to read it.
+        Here every stage packs all micro-batches, and so knows what it receives next.
+        """
+        from megatron.core.pipeline_parallel import p2p_communication, schedules
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.utils import get_model_config
+
+        layout, config = self.layout, get_model_config(chunk)
+        if layout.pipeline == 1:
+            return {}
+        names = ["tp", "cp", "pp", "embd", "pos_embd", "dp_cp"]
+        groups = ProcessGroupCollection.use_mpu_process_groups(names)
+        links = p2p_communication.P2PCommunicator(groups.pp, config)
+        ranks = layout.context * self.sequence_part[1]
+        sizes = [fill_up(each, layout.context, self._multiple).sum() for each in batches]
+        shapes = [(int(size) // ranks, 1, config.hidden_size) for size in sizes]
+        table = schedules.get_schedule_table(len(batches), layout.interleave, layout.pipeline)
+
+        def received(starts: bool) -> Iterator[tuple[int, ...]]:
+            # what starts here, in the first chunk on the first stage, comes from nobody
+            return iter([shapes[batch] for batch, chunk in table if chunk or not starts])
+
+        forward = received(groups.pp.rank() == 0)
+        backward = received(groups.pp.rank() == layout.pipeline - 1)
+        links._communicate_shapes = lambda _next, _previous, from_previous, from_next: (
+            next(forward) if from_previous else None,
+            next(backward) if from_next else None,
+        )
+        return {"p2p_communicator": links, "pg_collection": groups}
 
     @property
     def sequence_part(self) -> tuple[int, int]:

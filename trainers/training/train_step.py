@@ -500,6 +500,7 @@ class RankTraining:
             seq_length=self.hyper.max_tokens_per_microbatch,
             micro_batch_size=1,
             forward_only=not learn,
+            **self.ranks.stage_links(chunks[0], batches),
         )
         return reports
 

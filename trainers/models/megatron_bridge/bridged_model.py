@@ -168,6 +168,7 @@ def _options(
         "expert_tensor_parallel_size": layout.tensor,
         "sequence_parallel": layout.sequence_parallel,
         "variable_seq_lengths": True,
+        "batch_p2p_sync": False,
         "calculate_per_token_loss": True,
         "deallocate_pipeline_outputs": False,
         "moe_token_dispatcher_type": "alltoall",
