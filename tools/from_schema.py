@@ -9,6 +9,7 @@ own bridges to services with tools in JSON.
 import asyncio
 import functools
 import importlib.util
+import inspect
 import json
 import logging
 import sys
@@ -123,8 +124,8 @@ def _within_time(work: Callable[[], T]) -> T:
     def look(frame: FrameType, event: str, argument: Any) -> None:
         """Look at the time whenever this thread calls a function of a check.
 
-        An error of other functions may be lost, and this with it: Python calls those of objects
-        that it collects in between.
+        An error elsewhere may be lost, and this with it: Python also calls the generators that it
+        closes, and functions of objects that it collects, and drops what they raise.
         """
         if event == "call" and time.thread_time() > end and _checks(frame):
             raise ToolError(
@@ -143,9 +144,10 @@ def _within_time(work: Callable[[], T]) -> T:
 
 
 def _checks(frame: FrameType) -> bool:
-    """Tell whether a function takes part in a check."""
+    """Tell whether a function takes part in a check, and is no generator."""
     module = str(frame.f_globals.get("__name__"))
-    return module == __name__ or module.partition(".")[0] in ("jsonschema", "referencing", "re")
+    ours = module == __name__ or module.partition(".")[0] in ("jsonschema", "referencing", "re")
+    return ours and not frame.f_code.co_flags & inspect.CO_GENERATOR
 
 
 def _problem(validator: Any, value: Any) -> str | None:

@@ -49,8 +49,9 @@ async def real_decisions(
             if started := away - cluster.pool.away:
                 decisions[-1]["start", rules.serving.name] += started
             await cluster.settled()
-            decisions[-1].update(("admit", name) for name in cluster.training - before)
-            before, now = cluster.training, now + PERIOD
+            training = cluster.training  # once: what begins after it counts in the next period
+            decisions[-1].update(("admit", name) for name in training - before)
+            before, now = training, now + PERIOD
     return decisions
 
 
