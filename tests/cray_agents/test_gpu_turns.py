@@ -276,7 +276,12 @@ async def train_while_asked(here: Site, home: Home, scheduler: LocalProcesses) -
 
 
 def stands_still(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    """Tell whether a process of its group is stopped: a shell that just forked waits for that."""
+    group, found = str(os.getpgid(pid)), []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            found.append(file.read_text().rpartition(")")[2].split()[:3])
+    return any((state, its) == ("T", group) for state, _, its in found)
 
 
 async def test_requests_that_wait_suspend_a_job(
