@@ -16,7 +16,7 @@ BOUNDS = {
     "modules of source": 527,
     "lines of the longest module": 600,
     "circles of folders": 0,
-    "lines of tests": 94_911,
+    "lines of tests": 94_916,
     "commands": 55,
     "parameters of commands": 239,
     "words of ARCHITECTURE.md": 3_000,
