@@ -12,11 +12,11 @@ from tests.test_layers import LINKED, ROOT, dotted, imported, is_module, modules
 
 #: What each measure may be at most.
 BOUNDS = {
-    "lines of source": 116_576,
+    "lines of source": 116_577,
     "modules of source": 527,
     "lines of the longest module": 600,
     "circles of folders": 0,
-    "lines of tests": 94_916,
+    "lines of tests": 94_917,
     "commands": 55,
     "parameters of commands": 239,
     "words of ARCHITECTURE.md": 3_000,

@@ -61,15 +61,15 @@ def _write_run(run: Run) -> Written:
         model = turn.call.model if turn is not None and turn.call is not None else run.model
         messages.append(writer.write(f"messages[{index}]", message, model))
     events, pool = write_events(writer)
-    usage = _usage(run)
+    usage, output = _usage(run), _output(run, conversation, messages)
     sample = {
         "id": run.task.id if run.task is not None else run.id,
         "epoch": 1,  # pack_log counts
         "input": _input(writer),
         "target": _target(run),
         "messages": messages,
-        "output": _output(run, conversation, messages),
-        "scores": _scores(run) or None,
+        "output": output,
+        "scores": _scores(run, output["completion"]) or None,
         "metadata": _metadata(run, conversation),
         "store": {},
         "events": events,
@@ -115,7 +115,7 @@ def _usage(run: Run) -> Json:
     return {model: count_tokens(read, sampled) for model, (read, sampled) in counts.items()}
 
 
-def _scores(run: Run) -> Json:
+def _scores(run: Run, answer: str) -> Json:
     """Return a score for each reward, named by it, and by source and turn where that is needed."""
     names = Counter(reward.name for reward in run.rewards)
     scores: Json = {}
@@ -126,7 +126,8 @@ def _scores(run: Run) -> Json:
         if names[reward.name] > 1 and name in scores:
             name = f"{name} ({reward.source})"
         about = {"source": reward.source, "turn": reward.turn, "giver": reward.giver}
-        scores[name] = {"value": reward.value, "explanation": reward.comment, "metadata": about}
+        score = {"value": reward.value, "answer": answer or None, "explanation": reward.comment}
+        scores[name] = {**score, "metadata": about}
     return scores
 
 

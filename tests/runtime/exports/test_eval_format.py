@@ -138,6 +138,7 @@ def test_a_sample_says_what_its_run_says(tmp_path: Path) -> None:
         "short": 0.5,
     }
     assert one["scores"]["right"]["explanation"] == "well done"
+    assert one["scores"]["right"]["answer"] == "It is 2."
     usage = {"input_tokens": 3, "output_tokens": 2, "total_tokens": 5}
     assert usage.items() <= one["model_usage"]["m@3"].items()
     assert log["stats"]["model_usage"]["m@3"]["output_tokens"] == 6
