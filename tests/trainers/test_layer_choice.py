@@ -295,8 +295,8 @@ def product_of_experts(folder: Path, out: Path, rank: int, store: Any, stop: Any
             if place == 2:
                 wrap([chunk], Layout(), hyper, overlap=False)
                 weights = [experts.local_experts[i].linear_fc1.weight for i in range(4)]
-                together = models.as_one(weights)
-                assert together.data_ptr() == weights[0].data_ptr()  # no copy
+                together, one = models.as_one(weights), models.as_one(weights[:1])
+                assert together.data_ptr() == one.data_ptr() == weights[0].data_ptr()  # no copy
                 assert all(torch.equal(*pair) for pair in zip(together, weights, strict=True))
             x, probs = tokens.clone().requires_grad_(), torch.linspace(0, 1, 16).requires_grad_()
             experts.zero_grad()

@@ -183,7 +183,7 @@ def as_one(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     They must lie at equal distances in one storage, as in Megatron's buffer of weights.
     """
     starts = [weight.data_ptr() for weight in weights]
-    distances = {after - before for before, after in pairwise(starts)}
+    distances = {after - before for before, after in pairwise(starts)} or {weights[0].nbytes}
     one_storage = len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
     if not one_storage or len(distances) != 1 or min(distances) <= 0:
         return torch.stack(list(weights))
