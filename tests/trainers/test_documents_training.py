@@ -29,7 +29,7 @@ from tests.support.trainers.plain_model import plain_losses
 from tests.support.trainers.tiny_families import FAMILIES, write_parent
 
 CONTEXT = 32
-MEGABYTES = int(os.environ.get("CRAY_TEST_DOCUMENT_MB", "256"))  # of token ids
+MEGABYTES = int(os.environ.get("CRAY_TEST_DOCUMENT_MB", "1024"))  # of token ids
 
 
 @pytest.fixture(autouse=True)
