@@ -16,9 +16,10 @@ from cray_agents.records import LogprobDistance
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, measure
 from cray_agents.runtime.registry.foreign_model import read_config
 
-#: The kinds that both the package `gguf` and transformers' reader know, by llama.cpp's name.
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
-                 "qwen3_moe": "qwen3moe"}  # fmt: skip
+#: The kinds that are written, by llama.cpp's name: the settings below describe them, and of their
+#: weights only the order changes. `gguf` has names of many more, and transformers reads some.
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "phi3": "phi3", "qwen2": "qwen2",
+                 "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}  # fmt: skip
 #: Settings of config.json by the writer's name of them.
 SIZES = {"context_length": "max_position_embeddings", "block_count": "num_hidden_layers",
          "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
@@ -83,35 +84,33 @@ def write_gguf(directory: Path, target: Path, name: str, licence: str | None) ->
 def compare(file: Path, directory: Path, prompts: Sequence[list[int]]) -> LogprobDistance:
     """Return how far the log-probabilities of token ids by a GGUF file are from a directory's.
 
-    Raises Corrupt where they are not the same, or its settings are read otherwise.
+    Raises Corrupt where they are not the same, or its settings, float32, are read otherwise.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
     source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    config, read = AutoConfig.from_pretrained(directory), AutoConfig.from_pretrained(**source)
-    for key in (*SIZES.values(), "rope_parameters"):
-        if (value := getattr(read, key, None)) != getattr(config, key, None):
-            raise Corrupt(f"{file} is read with {key} {value}, and the model has another")
+    read, text = AutoConfig.from_pretrained(**source), json.dumps(_settings(directory))
+    rounded = json.loads(text, parse_float=lambda number: torch.tensor(float(number)).item())
+    config = type(read).from_dict(rounded | {"model_type": read.model_type})  # a Mistral is a Llama
+    for key in (*SIZES.values(), "rope_parameters", "hidden_act"):
+        if (value := getattr(read, key, None)) != (right := getattr(config, key, None)):
+            raise Corrupt(f"{file} is read with {key} {value}, and the model has {right}")
 
     def logprobs(**place: Any) -> list[float]:
         model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
         found: list[float] = []
-        for prompt in prompts:
-            ids = torch.tensor(prompt) % config.vocab_size
+        for ids in (torch.tensor(prompt) % config.vocab_size for prompt in prompts):
             with torch.no_grad():
                 scores = model(ids[None, :-1]).logits[0].log_softmax(-1)
             found += scores.gather(1, ids[1:, None])[:, 0].tolist()
         return found
 
-    dense = GgufConfig(dequantize=True)
-    ours = logprobs(**source, config=config, quantization_config=dense)
+    ours = logprobs(**source, config=config, quantization_config=GgufConfig(dequantize=True))
     distance = measure(ours, logprobs(pretrained_model_name_or_path=directory))
     if FLOAT32_PROBE.exceeded(distance):
-        raise Corrupt(
-            f"{file} does not read back as the model: logprobs of {distance.tokens} tokens differ"
-            f" by up to {distance.max:.3g}"
-        )
+        far = f"logprobs of {distance.tokens} tokens differ by up to {distance.max:.3g}"
+        raise Corrupt(f"{file} does not read back as the model: {far}")
     return distance
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
 
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
@@ -16,18 +17,24 @@ from cray_agents.runtime.registry import checkpoints, gguf_export
 from cray_agents.runtime.registry.gguf_conversion import convert
 from cray_agents.runtime.registry.model_export import export_version
 from cray_agents.runtime.registry.registry import Registry
+from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
 from tests.support.bare_models import bare_model
 from tests.support.command_line import cli, refused
-from tests.support.gguf_file import write_gguf
+from tests.support.trainers.tiny_families import FAMILIES, write_parent
 
 Q = "model.layers.0.self_attn.q_proj"
+#: As on the hub; the widths of Qwen3's heads and experts are what transformers takes them for.
+QWEN = {"rms_norm_eps": 1e-6, "norm_topk_prob": True, "moe_intermediate_size": 768}
+QWENS = {"qwen2": QWEN, "qwen3": QWEN | {"head_dim": 128}, "qwen3_moe": QWEN}
+OTHERS = {"rms_norm_eps": 1e-5, "sliding_window": None}
 
 
-def made(folder: Path, **settings: Any) -> Path:
-    """A Hugging Face directory of a tiny model, in bfloat16, as made from a GGUF file."""
-    write_gguf(folder.with_suffix(".gguf"), **settings)
-    folder.mkdir()
-    convert(folder.with_suffix(".gguf"), folder)
+def made(folder: Path, kind: str = "llama") -> Path:
+    """A Hugging Face directory of a tiny model, in bfloat16, as transformers writes it."""
+    make_seed_model(folder, seed=0, corpus=["he"], shape=ModelShape(vocabulary=500))
+    config = FAMILIES[kind]()
+    config.update(QWENS.get(kind, OTHERS))
+    write_parent(folder, config)
     return folder
 
 
@@ -46,10 +53,9 @@ def adapter_version(registry: Registry) -> tuple[torch.Tensor, Path]:
     """Register m@2, an adapter over m@1; return what it adds to Q, and its directory."""
     base = registry.home.checkpoint(registry.resolve("m@1").checkpoint)
     folder = registry.home.checkpoint("job-lora")
-    (folder / "adapter").mkdir(parents=True)
-    for path in base.iterdir():
-        if path.suffix in {".json", ".jinja"} and path.name != "manifest.json":
-            shutil.copyfile(path, folder / path.name)
+    left_out = shutil.ignore_patterns("manifest.json", "*.safetensors", "*.md")
+    shutil.copytree(base, folder, ignore=left_out)
+    (folder / "adapter").mkdir()
     a, b = torch.randn(4, 64), torch.randn(64, 4)
     pair = {f"base_model.model.{Q}.lora_{name}.weight": t for name, t in (("A", a), ("B", b))}
     save_file(pair, folder / "adapter" / "adapter_model.safetensors")
@@ -57,15 +63,9 @@ def adapter_version(registry: Registry) -> tuple[torch.Tensor, Path]:
     (folder / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
     files, below = checkpoints.hash_files(folder), checkpoints.read_manifest(base).weights_sha256
     manifest = Manifest(
-        files=files,
-        weights_sha256=checkpoints.weights_sha256(files, below),
-        parent_sha256=below,
-        base=base.name,
-        base_sha256=below,
-        dataset="d-1",
-        metrics={"loss": 0.25},
-        probe=[ProbePrompt(token_ids=[5, 6, 7, 8], logprobs=[-1.0, -1.0, -1.0])],
-    )
+        files=files, weights_sha256=checkpoints.weights_sha256(files, below), parent_sha256=below,
+        base=base.name, base_sha256=below, dataset="d-1", metrics={"loss": 0.25},
+        probe=[ProbePrompt(token_ids=[5, 6, 7, 8], logprobs=[-1.0, -1.0, -1.0])])  # fmt: skip
     (folder / "manifest.json").write_text(manifest.model_dump_json())
     registry.register("m", folder.name, manifest)
     return b @ a * 2, folder
@@ -79,13 +79,10 @@ def test_a_version_is_exported_in_each_form_with_its_card(
     words = ["models", "export", "m@2", "--home", registry.home.root, "--output"]
     done = cli(*words, "whole", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    base = load_file(
-        registry.home.checkpoint(registry.resolve("m@1").checkpoint) / "model.safetensors"
-    )
+    base = load_file(folder.parent / registry.resolve("m@1").checkpoint / "model.safetensors")
     whole = load_file(tmp_path / "whole" / "model.safetensors")
-    name = f"{Q}.weight"
-    assert torch.equal(whole[name], (base[name].float() + added).bfloat16())
-    assert all(torch.equal(whole[each], base[each]) for each in base.keys() - {name})
+    base[f"{Q}.weight"] = (base[f"{Q}.weight"].float() + added).bfloat16()
+    assert_close(whole, base, rtol=0, atol=0)
     checkpoints.verify(tmp_path / "whole")
     taken = Registry(Home(tmp_path / "elsewhere")).import_checkpoint(tmp_path / "whole")
     assert len(taken[1].probe) == 1, "another root can check it"
@@ -102,12 +99,9 @@ def test_a_version_is_exported_in_each_form_with_its_card(
     told = json.loads(done.stdout)
     assert told["files"] == ["README.md", "m-2.gguf"] and told["licence"] == "apache-2.0"
     assert told["checked"]["tokens"] == 3 and told["checked"]["max"] < 1e-4
-    again = tmp_path / "again"
-    again.mkdir()
+    (again := tmp_path / "again").mkdir()
     convert(tmp_path / "file" / "m-2.gguf", again)  # as a parent is read
-    read = load_file(again / "model.safetensors")
-    assert read.keys() == whole.keys()
-    assert all(torch.equal(read[each], whole[each]) for each in whole)
+    assert_close(load_file(again / "model.safetensors"), whole, rtol=0, atol=0)
 
     refused(cli(*words, "file", cwd=tmp_path), "exists: give a new folder")
     refused(cli(*words, "x", "--to", "onnx", cwd=tmp_path), "give hf, gguf, adapter")
@@ -141,24 +135,21 @@ def test_a_card_says_what_is_not_on_record(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_experts_come_back(tmp_path: Path) -> None:
-    folder = made(tmp_path / "moe", architecture="qwen3moe", experts=4)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"norm_topk_prob": True, "moe_intermediate_size": 768}
-    (folder / "config.json").write_text(json.dumps(config))
-    gguf_export.write_gguf(folder, tmp_path / "back.gguf", "moe@1", None)
+@pytest.mark.parametrize("kind", gguf_export.ARCHITECTURES)
+def test_each_kind_comes_back(tmp_path: Path, kind: str) -> None:
+    folder = made(tmp_path / "model", kind)
+    gguf_export.write_gguf(folder, tmp_path / "back.gguf", "m@1", None)
     assert gguf_export.compare(tmp_path / "back.gguf", folder, [list(range(40))]).max < 1e-4
-    again = tmp_path / "again"
-    again.mkdir()
+    (again := tmp_path / "again").mkdir()
     convert(tmp_path / "back.gguf", again)
-    ours, theirs = (load_file(one / "model.safetensors") for one in (folder, again))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_close(*(load_file(one / "model.safetensors") for one in (folder, again)), rtol=0, atol=0)
 
 
 @pytest.mark.slow
-def test_what_gguf_cannot_hold_is_refused_and_other_weights_are_found_out(tmp_path: Path) -> None:
-    folder = made(tmp_path / "model")
+def test_what_gguf_cannot_hold_is_refused_and_another_model_is_found_out(tmp_path: Path) -> None:
+    folder, right = tmp_path / "model", tmp_path / "right.gguf"
+    make_seed_model(folder, seed=0, corpus=["he"])
+    gguf_export.write_gguf(folder, right, "x", None)
     plain = json.loads((folder / "config.json").read_text())
 
     def said(**changes: Any) -> str:
@@ -167,20 +158,29 @@ def test_what_gguf_cannot_hold_is_refused_and_other_weights_are_found_out(tmp_pa
             gguf_export.write_gguf(folder, tmp_path / "x.gguf", "x", None)
         return str(refusal.value)
 
-    assert "kind 'mixtral'" in said(model_type="mixtral")
+    def compared(**changes: Any) -> float:
+        (folder / "config.json").write_text(json.dumps(plain | changes))
+        return gguf_export.compare(right, folder, [list(range(40))]).max
+
+    for kind in FAMILIES.keys() - gguf_export.ARCHITECTURES:
+        assert f"kind {kind!r}" in said(model_type=kind)
     assert "scales its RoPE (llama3)" in said(rope_parameters={"rope_type": "llama3"})
-    assert "attends to 16 tokens" in said(model_type="mistral", sliding_window=16)
+    for kind in ("mistral", "phi3", "qwen2"):
+        window = said(model_type=kind, sliding_window=16, use_sliding_window=True)
+        assert "attends to 16 tokens" in window
     assert "norm_topk_prob" in said(model_type="qwen3_moe")
-    path = folder / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    path.write_text(json.dumps(tokenizer | {"pre_tokenizer": {"type": "Whitespace"}}))
-    assert "llama.cpp knows by name" in said()
-    path.write_text(json.dumps(tokenizer))
-    gguf_export.write_gguf(folder, tmp_path / "right.gguf", "x", None)
+    assert compared() < 1e-4
+    for key, value in {"rms_norm_eps": 1.001e-6, "hidden_act": "gelu"}.items():
+        with pytest.raises(Corrupt, match=f"is read with {key} .*, and the model has"):
+            compared(**{key: value})
     tensors = load_file(folder / "model.safetensors")
     tensors[f"{Q}.weight"] = tensors[f"{Q}.weight"].roll(1, 0)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(Corrupt, match="does not read back as the model"):
-        gguf_export.compare(tmp_path / "right.gguf", folder, [list(range(40))])
+        compared()
     save_file(tensors | {"model.odd.weight": torch.ones(2)}, folder / "model.safetensors")
     assert "model.odd.weight" in said()
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text()) | {"pre_tokenizer": {"type": "Whitespace"}}
+    path.write_text(json.dumps(tokenizer))
+    assert "llama.cpp knows by name" in said() and not (tmp_path / "x.gguf").exists()
