@@ -8,6 +8,7 @@ import base64
 import copy
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,6 +42,7 @@ EXAMPLES = {
     path.stem: yaml.safe_load(path.read_text()) for path in sorted(CHART.glob("examples/*.yaml"))
 }
 NODES = "slurm.slinky.nodeSets.gpu"
+PROMETHEUS = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
 #: What is wrong | the example that it is in | what is changed there | what the refusal says
 BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
     "no image": ("one_gateway", {"image": ""}, "image"),
@@ -61,7 +63,11 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
     "a toleration of no form": ("slinky", {"gateways.tolerations": [{"keys": "gpu"}]}, "'keys'"),
     "a node's toleration, too": ("slinky", {f"{NODES}.tolerations": [{"keys": "g"}]}, "'keys'"),
     "a setting that is none": ("slinky", {"settings.train_nods": 8}, "train_nodes"),
-}
+    **{f"no {role}": ("slinky", {f"slurm.slinky.images.{role}": ""}, f"images.{role} is empty")
+       for role in ("slurmctld", "slurmrestd", "sackd", "login")},
+    "no sackd outside": ("existing", {"slurm.outside.image": ""}, "outside.image is empty"),
+    "Prometheus shut out": ("existing", {"networkPolicy": {}}, "networkPolicy.monitoring"),
+}  # fmt: skip
 
 
 def changed(example: str, changes: dict[str, Any]) -> dict[str, Any]:
@@ -79,13 +85,10 @@ def changed(example: str, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def render(*values: dict[str, Any]) -> list[dict[str, Any]]:
-    python = venv("chart") / "bin" / "python"
-    done = subprocess.run(
-        [python, SUPPORT / "render.py"], input=json.dumps(values), capture_output=True, text=True
-    )
+    argv = [venv("chart") / "bin" / "python", SUPPORT / "render.py"]
+    done = subprocess.run(argv, input=json.dumps(values), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found: list[dict[str, Any]] = json.loads(done.stdout)
-    return found
+    return list(json.loads(done.stdout))
 
 
 @cache
@@ -137,9 +140,8 @@ def parsed(argv: list[str]) -> dict[str, Any]:
         context = command.make_context(command.name, [*words], parent=context)
         if not hasattr(command, "commands"):
             return dict(context.params)
-        _, command, words = command.resolve_command(
-            context, [*context._protected_args, *context.args]
-        )
+        left = [*context._protected_args, *context.args]
+        _, command, words = command.resolve_command(context, left)
 
 
 def pairs(value: Any) -> Iterator[tuple[str, Any]]:
@@ -200,23 +202,25 @@ def test_probes_and_scrapes_are_routes(example: str) -> None:
     assert {getattr(roles[path], "name", "") for path in scraped} <= {"use"}
     monitored = EXAMPLES[example].get("monitoring", {}).get("enabled", False)
     assert bool(scraped) == monitored == bool(objects(example, "PrometheusRule"))
+    for policy in objects(example, "NetworkPolicy") if monitored else ():
+        assert any(PROMETHEUS in one.get("from", [PROMETHEUS]) for one in policy["spec"]["ingress"])
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_names_and_selectors_lead_somewhere(example: str) -> None:
     found, given = objects(example), {str(value) for _, value in pairs(EXAMPLES[example])}
     made = {(one["kind"], one["metadata"]["name"]) for one in found}
-    refers = dict.fromkeys(
-        ["secret", "credentials", "slurmKeyRef", "jwtKeyRef", "sssdConfRef"], "Secret"
-    )
-    refers |= {"configMap": "ConfigMap", "controllerRef": "Controller",
-               "persistentVolumeClaim": "PersistentVolumeClaim"}  # fmt: skip
+    secrets = ("secret", "credentials", "slurmKeyRef", "jwtKeyRef", "sssdConfRef")
+    refers = dict.fromkeys(secrets, "Secret") | {"controllerRef": "Controller",
+        "configMap": "ConfigMap", "persistentVolumeClaim": "PersistentVolumeClaim"}  # fmt: skip
     count = 0
     for key, inner in pairs(found):
         if key in refers:
             name = inner.get("name") or inner.get("secretName") or inner.get("claimName")
             assert (refers[key], name) in made or name in given, (key, name)
             count += 1
+        if key in ("slurmctld", "slurmrestd", "login"):
+            assert f"/{key}:" in inner["image"]  # SchedMD's images have one role each
     assert count >= 3
     deployments = objects(example, "Deployment")
     ours = [one["spec"]["template"]["metadata"]["labels"] for one in deployments]
@@ -241,7 +245,8 @@ def test_pods_have_no_rights_that_they_do_not_need(example: str) -> None:
         assert safe["readOnlyRootFilesystem"] and not safe["allowPrivilegeEscalation"]
         assert safe["capabilities"] == {"drop": ["ALL"]}
         assert safe.get("runAsUser") is None or one["name"] in ("munged", "sackd")
-        assert one["image"] == EXAMPLES[example]["image"]
+        ours = EXAMPLES[example]["image"]  # which has no sackd where it has slurmd
+        assert "/sackd:" in one["image"] if one["name"] == "sackd" else one["image"] == ours
 
 
 def test_boards_and_alerts_have_one_copy() -> None:
@@ -268,6 +273,12 @@ def test_a_large_platform() -> None:
     commands = {one["name"]: one["command"] for one in containers(deployments)}
     (slurm,) = objects("slinky", "Controller")  # whose operator makes the Service NAME-controller
     assert commands["sackd"][-1] == f"{slurm['metadata']['name']}-controller.agents:6817"
+    assert nodes["template"]["spec"]["runtimeClassName"] == "nvidia"
+    # without accounting there is no QOS: a partition has the priority
+    [conf] = re.findall(r"PartitionName=serve (.*)", slurm["spec"]["extraConf"])
+    assert {"Nodes=gpu", "PriorityTier=10"} <= set(conf.split())
+    assert 'replica = ["--partition=serve"]' in toml(objects("slinky"))
+    assert "GraceTime=300" in nodes["partition"]["config"]
 
 
 def test_nothing_is_made_that_exists() -> None:

@@ -50,18 +50,13 @@ cuda = Of(init=lambda: None, device_count=lambda: 2, nccl=nccl)
 """
 PORT = "host/sys/class/infiniband/mlx5_{}/ports/1"
 CONFIG = "ClusterName             = big\nPreemptType             = preempt/partition_prio\n"
-PARTITION = (
-    "PartitionName=gpu Default=YES State=UP MaxTime=2-00:00:00 PreemptMode=OFF GraceTime=0\n"
-)
+PARTITION = "PartitionName=gpu Default=YES State=UP MaxTime=1:00:00 PreemptMode=OFF GraceTime=0\n"
 WELL = {
     "bin/nvidia-smi": SCRIPT.format(
         '*name,driver*) cat "$FILES/query" ;; *ecc*) cat "$FILES/ecc" ;;\n'
-        '*topo*) cat "$FILES/topo" ;; *bus_id*) exit 3 ;;'
-    ),
-    "bin/scontrol": SCRIPT.format(
-        'ping) cat "$FILES/ping" ;; *config) cat "$FILES/config" ;;\n'
-        '*partition) cat "$FILES/partition" ;;'
-    ),
+        '*topo*) cat "$FILES/topo" ;; *bus_id*) exit 3 ;;'),
+    "bin/scontrol": SCRIPT.format('ping) cat "$FILES/ping" ;; *config) cat "$FILES/config" ;;\n'
+        '*partition) cat "$FILES/partition" ;;'),
     "bin/sinfo": SCRIPT.format('*) cat "$FILES/nodes" ;;'),
     "bin/sbatch": '#!/bin/sh\ncd "${0%/*}/.."; cat > script; cat refusal >&2; test ! -s refusal',
     "bin/apptainer": "#!/bin/sh\necho apptainer version 1.4",
@@ -195,15 +190,19 @@ def test_other_faults_of_a_node(node: Node, tmp_path: Path, monkeypatch: Any) ->
     assert [row["found"] for row in preflight.gpus(node)] == ["none; 2 expected"]
     [shm] = preflight.shared_memory(replace(node, host=Path("/")))
     assert shm["found"].endswith("GiB in /dev/shm")
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    [row] = preflight.slurm_here(node)
+    assert (row["check"], row["state"]) == ("Slurm's controller", "warn")
+    assert "scontrol: No such file" in row["found"] and "Slurm's clients" in row["to mend it"]
+    assert [*preflight.slurm_here(replace(node, in_job=True))] == []  # in a container, say
 
 
 def test_counters_that_grow_meanwhile_fail(node: Node, tmp_path: Path) -> None:
     grows = f"echo 9 > {tmp_path}/{PORT.format(0)}/counters/symbol_error; cat {tmp_path}/ping"
     write(tmp_path, {"bin/scontrol": f"#!/bin/sh\n{grows}"})
     rows = [row for row in check_node(node) if row["check"] == "fabric counters"]
-    assert ("fail", "mlx5_0:1 symbol_error grew by 9 meanwhile") in [
-        (row["state"], row["found"]) for row in rows
-    ]
+    said = [(row["state"], row["found"]) for row in rows]
+    assert ("fail", "mlx5_0:1 symbol_error grew by 9 meanwhile") in said
 
 
 ROWS = """
@@ -253,18 +252,8 @@ def test_a_root_that_is_a_file_is_named(tmp_path: Path) -> None:
 def test_a_small_dev_shm_is_named(tmp_path: Path) -> None:
     (tmp_path / "host/dev/shm").mkdir(parents=True)
     mount = f'mount -t tmpfs -o size=64m none {tmp_path}/host/dev/shm && exec "$@"'
-    argv = [
-        *namespaces(),
-        "sh",
-        "-c",
-        mount,
-        "sh",
-        sys.executable,
-        "-c",
-        ROWS,
-        str(tmp_path),
-        "shm",
-    ]
+    rows = [sys.executable, "-c", ROWS, str(tmp_path), "shm"]
+    argv = [*namespaces(), "sh", "-c", mount, "sh", *rows]
     [[row]] = [json.loads(line) for line in subprocess.check_output(argv).splitlines()]
     assert row["found"] == "0.0625 GiB in /dev/shm" and "emptyDir" in row["to mend it"]
 

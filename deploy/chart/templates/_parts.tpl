@@ -44,8 +44,24 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- if and .Values.monitoring.enabled (ne (get .Values.keys.roles "metrics") "use") }}
 {{- fail "monitoring asks with the key `metrics`: set keys.roles.metrics to use" }}
 {{- end }}
-{{- if and (eq .Values.slurm.kind "slinky") (not .Values.slurm.slinky.nodeSets) }}
+{{- $policy := .Values.networkPolicy }}
+{{- $closed := or $further $policy.clients (eq .Values.slurm.kind "slinky") }}
+{{- if and .Values.monitoring.enabled $policy.enabled $closed (not $policy.monitoring) }}
+{{- fail "monitoring is on, and the network policy would let no Prometheus in: name its peers in networkPolicy.monitoring" }}
+{{- end }}
+{{- if eq .Values.slurm.kind "slinky" }}
+{{- $slinky := .Values.slurm.slinky }}
+{{- if not $slinky.nodeSets }}
 {{- fail "slurm.kind is slinky, and no node would be there: name one in slurm.slinky.nodeSets" }}
+{{- end }}
+{{- range concat (list "slurmctld" "slurmrestd" "sackd") (ternary (list "login") list (gt (int $slinky.login.replicas) 0)) }}
+{{- if not (get $slinky.images .) }}
+{{- fail (printf "slurm.slinky.images.%s is empty, and `image` cannot be %s: name SchedMD's image of it, of the Slurm that the nodes have" . .) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if and (eq .Values.slurm.kind "outside") (eq .Values.slurm.outside.auth "slurm") (not .Values.slurm.outside.image) }}
+{{- fail "slurm.outside.auth is slurm, and slurm.outside.image is empty: name an image with sackd, such as SchedMD's, of the site's Slurm" }}
 {{- end }}
 {{- end }}
 
@@ -96,6 +112,9 @@ spec:
           {{- include "selector" . | nindent 10 }}
   {{- with .root.Values.imagePullSecrets }}
   imagePullSecrets: {{ toJson . }}
+  {{- end }}
+  {{- with .values.runtimeClass }}
+  runtimeClassName: {{ . }}
   {{- end }}
   {{- with .values.nodeSelector }}
   nodeSelector: {{ toJson . }}

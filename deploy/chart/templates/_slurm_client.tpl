@@ -1,10 +1,11 @@
 {{/* How the controller's pod is a client of Slurm: slurm.conf, and a daemon beside it that signs its
-requests, with the cluster's key. The daemon is root, who owns the key, without capabilities. */}}
+requests, with the cluster's key. The daemon is root, who owns the key, without capabilities. No image
+of SchedMD's has both sackd and slurmd, so that sackd's is another than ours. */}}
 {{- define "slurmClient" -}}
 {{- if ne .Values.slurm.kind "none" }}
 {{- $munge := and (eq .Values.slurm.kind "outside") (eq .Values.slurm.outside.auth "munge") }}
 - name: {{ ternary "munged" "sackd" $munge }}
-  image: {{ .Values.image }}
+  image: {{ ternary .Values.slurm.slinky.images.sackd .Values.slurm.outside.image (eq .Values.slurm.kind "slinky") | default .Values.image }}
   restartPolicy: Always
   {{- if $munge }}
   command: [munged, --foreground, --force, --key-file=/keys/munge.key, --pid-file=/run/munge/munged.pid, --seed-file=/run/munge/munge.seed]
