@@ -112,15 +112,16 @@ def context(wheel: Path, folder: Path) -> Path:
     return folder
 
 
-def try_wheel(wheel: Path, version: str, work: Path) -> None:
-    """Install it, with what it asks for, and ask it for its version."""
+def try_wheel(wheel: Path, version: str, work: Path) -> str:
+    """Install it, with what it asks for, and return what it says of its version."""
     venv.create(work, with_pip=True)
     run(work / "bin" / "pip", "install", "--quiet", wheel, at=work)
     said = run(work / "bin" / "cray-agents", "--version", at=work).strip()
     expect(said == f"cray-agents {version}", f"{wheel.name} says {said}")
+    return f"installed, it says {said}"
 
 
-def try_chart(chart: Path) -> None:
+def try_chart(chart: Path) -> str:
     """Lint it and render its examples by Helm's engine, as tests/test_chart.py does."""
     run(ROOT / "requirements" / "environment.sh", "chart")
     examples = [yaml.safe_load(path.read_text()) for path in chart.glob("examples/*.yaml")]
@@ -128,35 +129,38 @@ def try_chart(chart: Path) -> None:
     rendered = json.loads(run(python, script, chart, text=json.dumps(examples)))
     wrong = [one.get("refused") or one["faults"] for one in rendered if one.get("faults") != []]
     expect(len(rendered) > 1 and not wrong, f"the packed chart: {wrong}")
+    return f"{len(rendered)} examples rendered"
 
 
-def try_docs(site: Path, version: str) -> None:
+def try_docs(site: Path, version: str) -> str:
     """Follow the first page's links to files of the site, and look for the version."""
     first = (site / "index.html").read_text()
     links = {link.partition("#")[0] for link in re.findall(r'(?:href|src)="([^":]+)"', first)}
     lost = sorted(link for link in links - {""} if not (site / link).exists())
     expect(len(links) > 10 and not lost, f"links of the site lead nowhere: {lost}")
     expect(f"cray-agents {version}" in first, f"the site does not say {version}")
+    return f"{len(links)} links followed"
 
 
-def release(version: str, work: Path) -> list[Path]:
-    """Make and try all artefacts; return their files."""
+def release(version: str, work: Path) -> dict[Path, str]:
+    """Make and try all artefacts; return their files, and what each trial found."""
     tree, name = source(work / "source"), f"cray_agents-{version}"
     wheel = build("wheel", tree, work / "wheel")
     unpacked = unpack(build("sdist", tree, work / "sdist"), work / "unpacked")
     sdist = pack(unpacked, name, work / f"{name}.tar.gz")
     again = build("wheel", unpack(sdist, work / "again"), work / "of-sdist")
     expect(again.read_bytes() == wheel.read_bytes(), f"{sdist.name} builds another wheel")
-    try_wheel(wheel, version, work / "venv")
+    tried = {wheel: try_wheel(wheel, version, work / "venv"), sdist: "it builds this wheel"}
     image = context(wheel, work / "context")
     image = pack(image, f"{name}-image", work / f"{name}-image.tar.gz")
     run("sh", "-n", unpack(image, work / "image") / "install.sh")
+    tried[image] = "its install.sh can be read"
     chart = pack(tree / CHART, "cray-agents", work / f"cray-agents-{version}.tgz")
-    try_chart(unpack(chart, work / "chart"))
+    tried[chart] = try_chart(unpack(chart, work / "chart"))
     run(sys.executable, "-P", "-m", "mkdocs", "build", "--quiet", "--site-dir", work / "site")
     docs = pack(work / "site", f"{name}-docs", work / f"{name}-docs.tar.gz")
-    try_docs(unpack(docs, work / "docs"), version)
-    return [wheel, sdist, image, chart, docs]
+    tried[docs] = try_docs(unpack(docs, work / "docs"), version)
+    return tried
 
 
 def run(*argv: object, at: Path | None = None, text: str = "") -> str:
@@ -188,10 +192,12 @@ def main(arguments: Sequence[str]) -> int:
             if alone:
                 context(build("wheel", source(work / "source"), work / "wheel"), folder)
             else:
-                made = [Path(shutil.copy2(file, folder)) for file in release(version, work)]
-                hashes = [hashlib.sha256(file.read_bytes()).hexdigest() for file in made]
-                lines = [f"{of}  {file.name}\n" for of, file in zip(hashes, made, strict=True)]
-                (folder / "SHA256SUMS").write_text("".join(lines))
+                sums = ""
+                for file, found in release(version, work).items():
+                    shutil.copy2(file, folder)
+                    sums += f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n"
+                    print(f"{file.name}: {found}", file=sys.stderr)
+                (folder / "SHA256SUMS").write_text(sums)
     except ReleaseError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -30,40 +30,36 @@ class Soak:
     tests: str
     settings: dict[str, object] = field(default_factory=dict)
     timeout: int = 3600  # seconds of a test
-    page: str = ""  # of docs/, whose commands it follows
+    follows: str = ""  # patterns of files: a result is of these, as they were then
 
     def code(self) -> str:
-        """A hash of what it follows: its page's commands and code, and its tests."""
-        files = [ROOT / word for word in self.tests.split() if word.endswith(".py")]
-        fences = re.findall(r"```.*?```", (ROOT / "docs" / self.page).read_text(), re.DOTALL)
-        text = "".join([*fences, *(file.read_text() for file in files)])
+        """A hash of what it follows, of a page its commands and code, and of its tests."""
+        named = [*self.follows.split(), *(word for word in self.tests.split() if ".py" in word)]
+        text = ""
+        for file in (file for name in named for file in sorted(ROOT.glob(name)) if file.is_file()):
+            content = file.read_text()
+            fences = re.findall(r"```.*?```", content, re.DOTALL) if file.suffix == ".md" else ()
+            text += "".join(fences) or content
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 SOAKS = [
     Soak("batches", "tests/test_batch_kills.py", {"KILLS": 100, "LINES": 20_000, "SEEDS": "1,2,3"}),
-    Soak(
-        "replicas",
-        "tests/test_up_replicas.py tests/runtime/test_slurm_replicas.py",
-        {"REPLICAS": "all"},
-    ),
+    Soak("replicas", "tests/test_up_replicas.py tests/runtime/test_slurm_replicas.py",
+         {"REPLICAS": "all"}),
     Soak("preemption", "tests/cray_agents/test_preemption.py", {"SCALING": "0,1,2,3,4,5,6,7"}),
     Soak("cluster", "tests/test_cluster_faults.py", {"FAULT_MINUTES": 60, "LINES": 20_000}, 7200),
     Soak("cluster-vllm", "tests/test_cluster_faults.py", {"ENGINES": "vllm", "LINES": 100}),
     Soak("templates", "tests/runtime/datasets/test_chat_templates.py", {"TEMPLATES": "all"}),
     Soak("fuzz", "tests/runtime/test_fuzz.py tests/runtime/test_vllm_apis.py", {"FUZZ": 90}),
     Soak("demo", "tests/test_demo.py -k kills", {"KILLS": 5, "SEEDS": "1,2,3,4,5,6,7,8,9,10"}),
-    Soak("tutorial", "tests/test_tutorial.py", {"TUTORIAL": "whole"}, page="tutorial.md"),
+    Soak("tutorial", "tests/test_tutorial.py", {"TUTORIAL": "whole"}, follows="docs/tutorial.md"),
     Soak("store", "tests/test_store_kills.py", {"KILLS": 220}),
     Soak("backup", "tests/test_backup.py", {"KILLS": 200}),
     Soak("events", "tests/test_event_kills.py", {"KILLS": 60}),
     Soak("datasets", "tests/runtime/datasets/test_dataset_uses.py", {"KILLS": 60}),
-    Soak(
-        "documents",
-        "tests/trainers/test_documents_training.py -k memory",
-        {"DOCUMENT_MB": 20_000},
-        7200,
-    ),
+    Soak("documents", "tests/trainers/test_documents_training.py -k memory",
+         {"DOCUMENT_MB": 20_000}, 7200),
     Soak("exports", "tests/runtime/exports/test_exporter.py", {"KILLS": 60}),
     Soak("deltas", "tests/runtime/test_delta_kills.py", {"KILLS": 60}),
     Soak("jobs", "tests/trainers/test_job_kills.py", {"KILLS": 200}),
@@ -73,38 +69,27 @@ SOAKS = [
     Soak("flips", "tests/test_bit_flips.py", {"FLIPS": 1000}),
     Soak("damage", "tests/test_damaged_candidates.py", {"TRIES": 20}),
     Soak("loops", "tests/test_loop_kills.py", {"KILLS": 100}),
-    Soak(
-        "shards",
-        "tests/trainers/transformers_backend/test_weight_shards.py",
-        {"FAMILIES": "qwen3,gpt_oss,qwen3_moe,gemma3_text,lfm2"},
-    ),
+    Soak("shards", "tests/trainers/transformers_backend/test_weight_shards.py",
+         {"FAMILIES": "qwen3,gpt_oss,qwen3_moe,gemma3_text,lfm2"}),
     Soak("attacks", "tests/tools/test_verifier_attacks.py", {"ATTACKS": "all"}),
     Soak("environments", "tests/test_environments_learn.py", {"ENVIRONMENTS": "all"}),
     Soak("tinker", "tests/test_tinker_loops.py", {"TINKER": 1}),
-    Soak(
-        "bridge",
-        "tests/trainers/megatron_bridge/test_bridge_environment.py",
-        {"BRIDGE": 1},
-    ),
-    Soak("install", "tests/test_packages.py -k install", {"INSTALL": 1}, page="operations.md"),
-    Soak("slurm", "tests/test_cluster_page.py", {"PAGE": 1}, page="cluster.md"),
-    Soak("next-vllm", "tests/runtime/test_next_vllm.py", {"VLLM": "0.31.0,0.33.0"}, 7200),
-    Soak(
-        "benchmarks",
-        "tests/runtime/test_outside_benchmarks.py",
-        {"BENCHMARKS": 1},
-        page="environments.md",
-    ),
-    Soak("image", "tests/test_release.py -k demo", {"IMAGE": 1}, 14_400),
+    Soak("bridge", "tests/trainers/megatron_bridge/test_bridge_environment.py", {"BRIDGE": 1}),
+    Soak("install", "tests/test_packages.py -k install", {"INSTALL": 1},
+         follows="docs/operations.md"),
+    Soak("slurm", "tests/test_cluster_page.py", {"PAGE": 1}, follows="docs/cluster.md"),
+    Soak("next-vllm", "tests/runtime/test_next_vllm.py", {"VLLM": "0.31.0,0.33.0"}, 7200,
+         follows="tests/runtime/test_vllm_contract.py"),
+    Soak("benchmarks", "tests/runtime/test_outside_benchmarks.py", {"BENCHMARKS": 1},
+         follows="docs/environments.md"),
+    Soak("image", "tests/test_release.py -k demo", {"IMAGE": 1}, 14_400,
+         follows="deploy/images/* requirements/cpu.txt"),
+    Soak("release", "tests/test_release.py -k tried", {"RELEASE": 1}, follows="deploy/release.py"),
     Soak("kubernetes", "tests/test_chart.py -k cluster_takes", {"KUBERNETES": 1}),
     Soak("families", "tests/trainers/transformers_backend/test_families.py", {"FAMILIES": "all"}),
-    Soak(
-        "serving",
-        "tests/trainers/transformers_backend/test_serving.py"
-        " tests/trainers/transformers_backend/test_model_code.py",
-        {"SERVING": "all"},
-    ),
-]
+    Soak("serving", "tests/trainers/transformers_backend/test_serving.py"
+         " tests/trainers/transformers_backend/test_model_code.py", {"SERVING": "all"}),
+]  # fmt: skip
 
 
 def run(soak: Soak, results: Path = RESULTS) -> bool:
@@ -121,7 +106,7 @@ def run(soak: Soak, results: Path = RESULTS) -> bool:
     date, seconds = time.strftime("%Y-%m-%d"), f"{time.monotonic() - begun:,.0f} s"
     result = "passed" if done.returncode == 0 else "failed"
     found = {"date": date, "commit": commit(), "result": f"{result}, {seconds}"}
-    record("soak", soak.name, results, **found, **({"code": soak.code()} if soak.page else {}))
+    record("soak", soak.name, results, **found, **({"code": soak.code()} if soak.follows else {}))
     print(f"| {soak.name} | {date} | {commit()} | {seconds} | {result}: {log.name} |", flush=True)
     return done.returncode == 0
 

@@ -152,17 +152,17 @@ def test_what_is_refused(home: Home, tmp_path: Path) -> None:
     refused(backup(Home(tmp_path / "new"), "restore", other), "there is no backup")
     head, *lines, count = made.read_bytes().splitlines()
     new = Home(tmp_path / "new")
-    for change, said in (
-        ({"backup": 2}, "has format 2, and this version of cray-agents reads formats up to 1"),
+    for change, *said in (
+        ({"backup": 2}, "has format 2, and cray-agents", "reads formats up to 1: upgrade it"),
         ({"bytes": 10**18}, f"{10**18} more bytes"),
     ):
         row = json.loads(head if "backup" in change else count)
         odd = journal.line_of({key: row[key] for key in row if key != "crc"} | change)
         text = [odd, *lines, count] if "backup" in change else [head, *lines, odd]
         made.write_bytes(b"\n".join([*text, b""]))
-        refused(backup(new, "restore", dest), said)
+        refused(backup(new, "restore", dest), *said)
         if "backup" in change:  # its contents must not be deleted by this version either
-            refused(backup(home, "backup", dest), said)
+            refused(backup(home, "backup", dest), *said)
     for cut in ([head, *lines], [head, *lines[1:], count], lines, []):
         made.write_bytes(b"".join(line + b"\n" for line in cut))
         done = backup(new, "restore", dest)

@@ -1,7 +1,7 @@
 """deploy/: versions agree, archives depend on content alone, the demo runs in the image.
 
-`make release` tries each artefact itself; tests/test_packages.py tests sdist and wheel. The image
-is for `make soak ARGS=image`, which needs root, buildah, debootstrap and podman.
+`make soak ARGS=release` makes a release, which tries each artefact itself; tests/test_packages.py
+tests sdist and wheel. `make soak ARGS=image` needs root, buildah, debootstrap and podman.
 """
 
 import json
@@ -134,10 +134,49 @@ def test_links_of_the_site_are_followed(tmp_path: Path) -> None:
         release.try_docs(tmp_path, "1.0")
 
 
+@pytest.mark.skipif(os.environ.get("CRAY_TEST_RELEASE") != "1", reason="make soak")
+def test_a_release_is_made_and_each_artefact_tried(tmp_path: Path) -> None:
+    """In a clone, for a release is of a commit, and other campaigns change this tree."""
+    clone, out = tmp_path / "clone", tmp_path / "out"
+    ran("git", "clone", "--quiet", ROOT, clone)
+    (clone / ".git/info/exclude").write_text(".venv\n")
+    (clone / ".venv").symlink_to(sys.prefix)
+    shutil.copytree(ROOT / release.DASHBOARD, clone / release.DASHBOARD)
+    argv = [str(clone / ".venv/bin/python"), "deploy/release.py", str(out)]
+    done = subprocess.run(argv, cwd=clone, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{VERSION}\n"), done.stderr
+    print(done.stderr, *(f"{file.stat().st_size:>11,} {file.name}\n" for file in out.iterdir()))
+    name, examples = f"cray_agents-{VERSION}", len([*(ROOT / release.CHART).glob("examples/*")])
+    tried = dict(line.split(": ", 1) for line in done.stderr.splitlines())
+    links = tried.pop(f"{name}-docs.tar.gz").removesuffix(" links followed")
+    assert int(links) > 10 and tried == {
+        f"{name}-py3-none-any.whl": f"installed, it says cray-agents {VERSION}",
+        f"{name}.tar.gz": "it builds this wheel",
+        f"{name}-image.tar.gz": "its install.sh can be read",
+        f"cray-agents-{VERSION}.tgz": f"{examples} examples rendered",
+    }
+    sums = ran("sha256sum", "--check", "SHA256SUMS", at=out)
+    assert sums.count(": OK\n") == 5 == len([*out.iterdir()]) - 1
+
+
 @pytest.mark.skipif(os.environ.get("CRAY_TEST_IMAGE") != "1", reason="make soak")
 def test_the_demo_runs_in_the_image(tmp_path: Path) -> None:
-    """It has a gateway, a replica, training jobs and, in a private Slurm, slurmd."""
+    """It has a gateway, a replica, training jobs and, in a private Slurm, slurmd.
+
+    The same commit, base and packages make the same image.
+    """
     ran("deploy/images/build.sh")
+    first = json.loads(ran("buildah", "inspect", "--type=image", IMAGE))
+    base, wheels = "BASE=localhost/cray-agents-base", f"--volume={ROOT}/build/wheels:/wheels:ro"
+    ran("deploy/images/build.sh", f"--build-arg={base}", "--build-arg=PIP_NO_INDEX=1", wheels)
+    again = json.loads(ran("buildah", "inspect", "--type=image", IMAGE))
+    layers, others = (found["OCIv1"]["rootfs"]["diff_ids"] for found in (first, again))
+    assert layers == others and first["FromImageID"] == again["FromImageID"]
+    config, revision = first["OCIv1"]["config"], ran("git", "rev-parse", "HEAD").strip()
+    told = {"title": "cray-agents", "licenses": "Apache-2.0", "version": VERSION}
+    labels = {f"org.opencontainers.image.{key}": value for key, value in told.items()}
+    labels |= {"org.opencontainers.image.revision": revision, "cray-agents.device": "cpu"}
+    assert labels.items() <= config["Labels"].items() and config["User"] == "1000:1000"
     root = tmp_path / "root"
     root.mkdir()
     os.chown(root, 1000, 1000)
@@ -146,7 +185,7 @@ def test_the_demo_runs_in_the_image(tmp_path: Path) -> None:
     names = {part: result[part]["name"] for part in ("engine", "trainer", "scheduler")}
     assert names == {"engine": "vllm", "trainer": "megatron-core", "scheduler": "slurm"}
     assert [one["iteration"] for one in result["iterations"]] == [0, 1, 2]
-    sbom = json.loads(ran(*RUN, IMAGE, "cat", "/opt/cray-agents/sbom.json"))
+    sbom = json.loads(ran(*RUN, IMAGE, "cat", config["Labels"]["cray-agents.sbom"]))
     named = {one["bom-ref"].partition("?")[0] for one in sbom["components"]}
     pins = (ROOT / "requirements" / "cpu.txt").read_text().lower()
     for name, version in re.findall(r"^([a-z0-9][\w.-]*)\S*==(\S+)", pins, re.MULTILINE):
@@ -154,12 +193,10 @@ def test_the_demo_runs_in_the_image(tmp_path: Path) -> None:
     assert len(named) == len(sbom["components"]) > 300
     no_key = ("test", "!", "-e", "/etc/munge/munge.key")
     ran("podman", "run", "--rm", "--network=none", "--user=0", IMAGE, *no_key)
-    user = ran("buildah", "inspect", "--format={{.OCIv1.Config.User}}", IMAGE)
-    assert user.strip() == "1000:1000"
     ran("buildah", "rmi", IMAGE, "localhost/cray-agents-base")
 
 
-def ran(*argv: object) -> str:
-    done = subprocess.run([str(word) for word in argv], cwd=ROOT, capture_output=True, text=True)
+def ran(*argv: object, at: Path = ROOT) -> str:
+    done = subprocess.run([str(word) for word in argv], cwd=at, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout

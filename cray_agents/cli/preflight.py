@@ -549,6 +549,7 @@ def talk(
     from cray_agents.trainers.job.failures.health_gate import SKEW_SECONDS, claim_names
 
     durable.write_file(folder / "value.json", checksums.with_crc(canonical({"value": 1})))
+    won = {"this host": claim_names(folder, RACES // 2)}  # which no node may win now
     began = time.time()
     tell(folder, "new", DOCTOR, "")
     seen = hear(folder, "new", names, ANSWER_SECONDS, going)
@@ -558,7 +559,6 @@ def talk(
         said, far = f"{skew:+.2f} s from here, give or take {doubt:.2f}", abs(skew) - doubt
         row = judge("clock", far < SKEW_WARNING, said, required=far > SKEW_SECONDS)
         yield at(name, row)
-    won = {"this host": claim_names(folder, RACES // 2)}  # which no node may win now
     durable.replace_file(folder / "value.json", checksums.with_crc(canonical({"value": 2})))
     began = time.time()
     for name, (now, said) in hear(folder, "changed", seen, 2 * ANSWER_SECONDS, going).items():

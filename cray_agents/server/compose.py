@@ -8,7 +8,6 @@ as soon as it listens, while the replicas are still loading.
 import asyncio
 import contextlib
 import gc
-import importlib.metadata
 import math
 import os
 import signal
@@ -37,7 +36,7 @@ from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.model_calls.admission import Admission, GatewayShares
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE
-from cray_agents.runtime.pool.job_lease import ReplicaSpec, package_version
+from cray_agents.runtime.pool.job_lease import ReplicaSpec
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.serving_plan import (
     ServedModel,
@@ -350,7 +349,7 @@ def slurm_hosts(
         attempt=0,
         settings=settings,
         gateway=socket.gethostname(),
-        package=package_version(),
+        package=distribution_version("cray-agents"),
         interface=config.replica_interface,
         tls=tls_folder(config.replica_tls, config.root.tls),
         nodes=command.nodes,
@@ -520,7 +519,7 @@ def describe_platform(
     """Return the answer of `/v1/platform`: engine, trainer and scheduler with versions."""
     megatron = distribution_version("megatron")
     return {
-        "version": importlib.metadata.version("cray-agents"),
+        "version": distribution_version("cray-agents"),
         "home": str(config.root.root),
         "engine": {
             "name": "vllm",

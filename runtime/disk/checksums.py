@@ -20,6 +20,7 @@ with durable.py.
 """
 
 import hashlib
+import importlib.metadata
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -150,10 +151,15 @@ def check_version(version: Any, known: int, what: object) -> int:
         raise Corrupt(f"{what} is damaged: {version!r} is no version of a format")
     if version > known:
         raise NewerFormat(
-            f"{what} has format {version}, and this version of cray-agents reads formats up to "
-            f"{known}: read it with a version that knows format {version}"
+            f"{what} has format {version}, and {_this_package()} reads formats up to {known}: "
+            "upgrade it here (pip install --upgrade cray-agents)"
         )
     return version
+
+
+@lru_cache(1)
+def _this_package() -> str:
+    return f"cray-agents {importlib.metadata.version('cray-agents')}"
 
 
 @dataclass(frozen=True)

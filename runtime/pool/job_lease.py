@@ -11,7 +11,6 @@ HTTP (`SupervisorClient`), and replica_supervisor.py answers.
 """
 
 import fcntl
-import importlib.metadata
 import json
 import os
 import socket
@@ -44,11 +43,6 @@ TERM_HEADER = "x-cray-term"  # the term of the controller that asks a supervisor
 JOB_PREFIX = "replica-"  # of the names of replicas' jobs
 ATTEMPTS_KEPT = 5  # folders of a replica
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR, of Linux
-
-
-def package_version() -> str:
-    """Return the version of this package, which both sides of a lease must share."""
-    return importlib.metadata.version("cray-agents")
 
 
 class ReplicaSpec(Record):

@@ -62,12 +62,7 @@ def test_store_not_writable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        (None, ["--model"]),
-        ("missing", ["missing"]),
-        ("empty", ["config.json"]),
-    ],
+    ("model", "words"), [(None, ["--model"]), ("missing", ["missing"]), ("empty", ["config.json"])]
 )
 def test_nothing_to_serve(tmp_path: Path, model: str | None, words: list[str]) -> None:
     (tmp_path / "empty").mkdir()

@@ -74,19 +74,14 @@ def job(home: Home, name: str) -> Command:
     return command(name, home.jobs, JOB.format(home.jobs / name))
 
 
-def runs(home: Home, name: str) -> bool:
-    return (home.jobs / f"{name}.runs").exists()
-
-
-def stop(home: Home, name: str) -> None:
-    (home.jobs / f"{name}.stop").touch()
-
-
 class Site:
     """A pool of one scripted replica, and a task that gives turns to the scheduler's jobs."""
 
-    def __init__(self, pool: Pool, engine: ScriptedEngine, training: TrainingSide) -> None:
-        self.pool, self.engine, self.training = pool, engine, training
+    def __init__(
+        self, pool: Pool, engine: ScriptedEngine, home: Home, scheduler: LocalProcesses
+    ) -> None:
+        self.pool, self.engine, self.home, self.scheduler = pool, engine, home, scheduler
+        self.training = TrainingSide(home, scheduler, patience=0.0, work=0.0)
         self.asked = False
         self.lines: list[str] = []
 
@@ -95,6 +90,28 @@ class Site:
             take_turns(self.pool, self.training, lambda: self.asked, least=0.0, most=most,
                        every=0.005, report=self.lines.append)
         )  # fmt: skip
+
+    def submit(self, name: str) -> None:
+        self.scheduler.submit(job(self.home, name))
+
+    def runs(self, name: str) -> bool:
+        return (self.home.jobs / f"{name}.runs").exists()
+
+    def stop(self, name: str) -> None:
+        (self.home.jobs / f"{name}.stop").touch()
+
+    async def pid_of(self, name: str) -> int:
+        return await written_pid(self.home.jobs / f"{name}.runs")
+
+    async def train_while_asked(self) -> int:
+        """Begin a job, then let requests wait for the GPU; return the job's process."""
+        self.submit("first")
+        pid = await self.pid_of("first")
+        self.asked = True
+        return pid
+
+    def state_of(self, name: str) -> str:
+        return self.scheduler.status(name).state
 
     @property
     def turns(self) -> int:
@@ -111,7 +128,7 @@ async def site(
 ) -> AsyncIterator[Site]:
     engine = ScriptedEngine(says_version)
     async with serving(tmp_path, InProcessEngine(engine), **settings) as pool:
-        site = Site(pool, engine, TrainingSide(home, scheduler, patience=0.0, work=0.0))
+        site = Site(pool, engine, home, scheduler)
         task = site.begin()
         yield site
         task.cancel()
@@ -119,80 +136,80 @@ async def site(
             await task
 
 
-async def test_a_job_trains_while_the_replica_sleeps_and_requests_wait(
-    tmp_path: Path, home: Home, scheduler: LocalProcesses
-) -> None:
-    async with site(tmp_path, home, scheduler) as here:
-        assert await ask(here.pool, "m@1") == "m@1"
-        scheduler.submit(job(home, "first"))
-        assert "replicas use them first" in scheduler.status("first").reason
-        await until(lambda: runs(home, "first"))
-        assert here.engine.asleep and here.state == "sleeping"
-        waiting = asyncio.create_task(ask(here.pool, "m@1"))
-        scheduler.submit(job(home, "second"))
-        stop(home, "first")
-        assert await waiting == "m@1"  # between two jobs, replicas have their turn
-        await until(lambda: runs(home, "second"))
-        assert here.turns == 1 and here.engine.asleep
-        stop(home, "second")
-        await until(lambda: here.turns == 2)
-        assert here.state == "serving" and not here.engine.asleep
-        assert here.pool.turns and here.pool.turns.keys() == {
-            *("turns", "drain", "sleep", "train", "wake", "prove")
-        }
-        assert "train" in here.lines[-1] and len(here.lines) == 4
+@pytest.fixture
+async def here(tmp_path: Path, home: Home, scheduler: LocalProcesses) -> AsyncIterator[Site]:
+    async with site(tmp_path, home, scheduler) as site_of_test:
+        yield site_of_test
 
 
-async def test_a_killed_job_gives_the_gpu_back(
-    tmp_path: Path, home: Home, scheduler: LocalProcesses
-) -> None:
-    async with site(tmp_path, home, scheduler) as here:
-        scheduler.submit(job(home, "first"))
-        os.kill(await pid_of(home, "first"), signal.SIGKILL)
-        await until(lambda: here.turns == 1)
-        assert await ask(here.pool, "m@1") == "m@1"
-        assert scheduler.status("first").state == "failed"
+async def test_a_job_trains_while_the_replica_sleeps_and_requests_wait(here: Site) -> None:
+    assert await ask(here.pool, "m@1") == "m@1"
+    here.submit("first")
+    assert "replicas use them first" in here.scheduler.status("first").reason
+    await until(lambda: here.runs("first"))
+    assert here.engine.asleep and here.state == "sleeping"
+    waiting = asyncio.create_task(ask(here.pool, "m@1"))
+    here.submit("second")
+    here.stop("first")
+    assert await waiting == "m@1"  # between two jobs, replicas have their turn
+    await until(lambda: here.runs("second"))
+    assert here.turns == 1 and here.engine.asleep
+    here.stop("second")
+    await until(lambda: here.turns == 2)
+    assert here.state == "serving" and not here.engine.asleep
+    assert here.pool.turns and here.pool.turns.keys() == {
+        *("turns", "drain", "sleep", "train", "wake", "prove")
+    }
+    assert "train" in here.lines[-1] and len(here.lines) == 4
 
 
-async def test_a_session_stays_between_its_turns(
-    tmp_path: Path, home: Home, scheduler: LocalProcesses
-) -> None:
+async def test_a_killed_job_gives_the_gpu_back(here: Site) -> None:
+    here.submit("first")
+    os.kill(await here.pid_of("first"), signal.SIGKILL)
+    await until(lambda: here.turns == 1)
+    assert await ask(here.pool, "m@1") == "m@1"
+    assert here.state_of("first") == "failed"
+
+
+def session_of(home: Home) -> tuple[SessionJournal, Command]:
+    """A session with a job in its queue, and the command that starts it."""
     spec = SessionSpec(name="loop", turns=True)
     session = SessionJournal(home, spec.id)
     session.write_spec(spec)
-    async with site(tmp_path, home, scheduler) as here:
-        session.hand_over("one")
-        scheduler.submit(command(spec.id, session.folder, SESSION.format(session.folder)))
-        done: list[str] = []
-        for name in ("one", "two"):
-            done.append(name)
-            session.hand_over(name)
-            await until(lambda: here.state == "sleeping" and session.has_turn)
-            (session.folder / f"{name}.stop").touch()
-            await until(lambda: here.turns == len(done) and here.state == "serving")
-            assert not session.has_turn and session.queue() == []
-            assert scheduler.status(spec.id).state == "running"
-            assert await ask(here.pool, "m@1") == "m@1"
-        pid = int((session.folder / "runs").read_text())
-        session.hand_over("three")
-        await until(lambda: session.has_turn)
-        os.kill(pid, signal.SIGKILL)  # within its turn
-        await until(lambda: here.turns == 3)
-        assert here.state == "serving" and not session.has_turn
+    session.hand_over("one")
+    return session, command(spec.id, session.folder, SESSION.format(session.folder))
 
 
-async def test_a_job_waits_for_replicas_that_are_asked(
-    tmp_path: Path, home: Home, scheduler: LocalProcesses
-) -> None:
-    async with site(tmp_path, home, scheduler) as here:
-        here.asked = True
-        scheduler.submit(job(home, "first"))
-        for _ in range(20):
-            await asyncio.sleep(0.005)
-        assert here.state == "serving" and not runs(home, "first")
-        impatient = here.begin(most=0.0)
-        await until(lambda: runs(home, "first"))
-        impatient.cancel()
+async def test_a_session_stays_between_its_turns(here: Site) -> None:
+    session, its_command = session_of(here.home)
+    here.scheduler.submit(its_command)
+    done: list[str] = []
+    for name in ("one", "two"):
+        done.append(name)
+        session.hand_over(name)
+        await until(lambda: here.state == "sleeping" and session.has_turn)
+        (session.folder / f"{name}.stop").touch()
+        await until(lambda: here.turns == len(done) and here.state == "serving")
+        assert not session.has_turn and session.queue() == []
+        assert here.state_of(session.session_id) == "running"
+        assert await ask(here.pool, "m@1") == "m@1"
+    pid = int((session.folder / "runs").read_text())
+    session.hand_over("three")
+    await until(lambda: session.has_turn)
+    os.kill(pid, signal.SIGKILL)  # within its turn
+    await until(lambda: here.turns == 3)
+    assert here.state == "serving" and not session.has_turn
+
+
+async def test_a_job_waits_for_replicas_that_are_asked(here: Site) -> None:
+    here.asked = True
+    here.submit("first")
+    for _ in range(20):
+        await asyncio.sleep(0.005)
+    assert here.state == "serving" and not here.runs("first")
+    impatient = here.begin(most=0.0)
+    await until(lambda: here.runs("first"))
+    impatient.cancel()
 
 
 async def test_answers_that_do_not_end_let_the_job_wait(
@@ -208,21 +225,21 @@ async def test_answers_that_do_not_end_let_the_job_wait(
         here.engine._function = stuck
         answer = asyncio.create_task(ask(here.pool, "m@1"))
         await until(lambda: here.pool.status()[0]["in_flight"] == 1)
-        scheduler.submit(job(home, "first"))
+        here.submit("first")
         await until(lambda: here.state == "sleeping")
         await until(lambda: here.state == "serving")  # it gave up for now
-        assert not runs(home, "first")
+        assert not here.runs("first")
         ended.set()
         assert await answer == "m@1"
-        await until(lambda: runs(home, "first"))
+        await until(lambda: here.runs("first"))
 
 
 async def test_the_end_of_the_platform_does_not_wait_for_a_turn(
     tmp_path: Path, home: Home, scheduler: LocalProcesses
 ) -> None:
     async with site(tmp_path, home, scheduler) as here:
-        scheduler.submit(job(home, "first"))
-        await until(lambda: runs(home, "first"))
+        here.submit("first")
+        await until(lambda: here.runs("first"))
     assert here.engine.asleep and here.turns == 0
 
 
@@ -230,7 +247,7 @@ async def test_the_end_of_the_platform_does_not_wait_for_a_turn(
 TOOL = """#!/bin/sh
 cd "{0}"
 case "$1" in
-  --get-state) grep -qsx "$3" {1}/*.runs ;;
+  --get-state) grep -qsx "$3" {1}/jobs/*.runs {1}/sessions/*/runs ;;
   --action) echo "$2" >> orders; ! grep -qx "$2" fails ;;
 esac
 """
@@ -239,11 +256,11 @@ esac
 class CudaCheckpoint:
     """A stand-in for NVIDIA's tool, on the PATH."""
 
-    def __init__(self, folder: Path, jobs: Path) -> None:
+    def __init__(self, folder: Path, root: Path) -> None:
         self._orders, self._fails = folder / "orders", folder / "fails"
         self._orders.touch()
         self._fails.touch()
-        (folder / "cuda-checkpoint").write_text(TOOL.format(folder, jobs))
+        (folder / "cuda-checkpoint").write_text(TOOL.format(folder, root))
         (folder / "cuda-checkpoint").chmod(0o700)
 
     def fails(self, order: str) -> None:
@@ -259,20 +276,12 @@ def tool(tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch) -> CudaChe
     folder = tmp_path / "tool"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder), prepend=":")
-    return CudaCheckpoint(folder, home.jobs)
+    return CudaCheckpoint(folder, home.root)
 
 
-async def pid_of(home: Home, name: str) -> int:
-    await until(lambda: runs(home, name) and bool((home.jobs / f"{name}.runs").read_text()))
-    return int((home.jobs / f"{name}.runs").read_text())
-
-
-async def train_while_asked(here: Site, home: Home, scheduler: LocalProcesses) -> int:
-    """Begin a job, then let requests wait for the GPU; return the job's process."""
-    scheduler.submit(job(home, "first"))
-    pid = await pid_of(home, "first")
-    here.asked = True
-    return pid
+async def written_pid(file: Path) -> int:
+    await until(lambda: file.exists() and bool(file.read_text()))
+    return int(file.read_text())
 
 
 def stands_still(pid: int) -> bool:
@@ -284,79 +293,93 @@ def stands_still(pid: int) -> bool:
     return any((state, its) == ("T", group) for state, _, its in found)
 
 
-async def test_requests_that_wait_suspend_a_job(
-    tmp_path: Path, home: Home, scheduler: LocalProcesses, tool: CudaCheckpoint
+async def test_requests_that_wait_suspend_a_job(here: Site, tool: CudaCheckpoint) -> None:
+    pid = await here.train_while_asked()
+    assert await ask(here.pool, "m@1") == "m@1"
+    await until(lambda: stands_still(pid))
+    assert tool.orders == ["lock", "checkpoint"]
+    here.asked = False
+    await until(lambda: not stands_still(pid))
+    here.stop("first")
+    await until(lambda: here.state_of("first") == "succeeded" and here.turns == 2)
+    assert tool.orders == ["lock", "checkpoint", "restore", "unlock"]
+    assert await ask(here.pool, "m@1") == "m@1"
+
+
+async def test_requests_that_wait_suspend_a_session_within_its_turn(
+    here: Site, tool: CudaCheckpoint
 ) -> None:
-    async with site(tmp_path, home, scheduler) as here:
-        pid = await train_while_asked(here, home, scheduler)
+    session, its_command = session_of(here.home)
+    here.scheduler.submit(its_command)
+    pid = await written_pid(session.folder / "runs")
+    for count, name in enumerate(("one", "two"), 1):
+        session.hand_over(name)
+        await until(lambda: session.has_turn)
+        here.asked = True
         assert await ask(here.pool, "m@1") == "m@1"
         await until(lambda: stands_still(pid))
-        assert tool.orders == ["lock", "checkpoint"]
+        (session.folder / f"{name}.stop").touch()  # done, once it goes on
+        assert session.has_turn and session.queue() == [name]
         here.asked = False
-        await until(lambda: not stands_still(pid))
-        stop(home, "first")
-        await until(lambda: scheduler.status("first").state == "succeeded" and here.turns == 2)
-        assert tool.orders == ["lock", "checkpoint", "restore", "unlock"]
-        assert await ask(here.pool, "m@1") == "m@1"
+        await until(lambda: not session.has_turn and here.state == "serving")
+        assert session.queue() == []
+        assert tool.orders == count * ["lock", "checkpoint", "restore", "unlock"]
+        assert here.state_of(its_command.name) == "running"
 
 
 async def test_a_job_whose_work_on_the_gpu_does_not_end_is_not_suspended(
-    tmp_path: Path, home: Home, scheduler: LocalProcesses, tool: CudaCheckpoint
+    here: Site, tool: CudaCheckpoint
 ) -> None:
     tool.fails("lock")
-    async with site(tmp_path, home, scheduler) as here:
-        pid = await train_while_asked(here, home, scheduler)
-        waiting = asyncio.create_task(ask(here.pool, "m@1"))
-        await until(lambda: tool.orders == ["lock", "unlock"])
-        assert not stands_still(pid) and not waiting.done()
-        stop(home, "first")
-        assert await waiting == "m@1"
-        await until(lambda: here.turns == 1)
-        assert tool.orders == ["lock", "unlock"]
+    pid = await here.train_while_asked()
+    waiting = asyncio.create_task(ask(here.pool, "m@1"))
+    await until(lambda: tool.orders == ["lock", "unlock"])
+    assert not stands_still(pid) and not waiting.done()
+    here.stop("first")
+    assert await waiting == "m@1"
+    await until(lambda: here.turns == 1)
+    assert tool.orders == ["lock", "unlock"]
 
 
 @pytest.mark.parametrize("order", ["checkpoint", "restore"])
 async def test_a_job_that_the_tool_breaks_is_killed(
-    order: str, tmp_path: Path, home: Home, scheduler: LocalProcesses, tool: CudaCheckpoint
+    here: Site, order: str, tool: CudaCheckpoint
 ) -> None:
     tool.fails(order)
-    async with site(tmp_path, home, scheduler) as here:
-        await train_while_asked(here, home, scheduler)
-        assert await ask(here.pool, "m@1") == "m@1"
-        here.asked = False
-        await until(lambda: scheduler.status("first").state == "failed")
-        await until(lambda: here.state == "serving")
-        assert tool.orders[-1] == order
-        assert await ask(here.pool, "m@1") == "m@1"
+    await here.train_while_asked()
+    assert await ask(here.pool, "m@1") == "m@1"
+    here.asked = False
+    await until(lambda: here.state_of("first") == "failed")
+    await until(lambda: here.state == "serving")
+    assert tool.orders[-1] == order
+    assert await ask(here.pool, "m@1") == "m@1"
 
 
 async def test_a_job_of_several_processes_is_not_suspended(
-    tmp_path: Path, home: Home, scheduler: LocalProcesses, tool: CudaCheckpoint
+    here: Site, tool: CudaCheckpoint
 ) -> None:
-    async with site(tmp_path, home, scheduler) as here:
-        ranks = [JOB.format(home.jobs / name) for name in ("first", "second")]
-        scheduler.submit(command("job", home.jobs, f"/bin/sh -c '{ranks[0]}' & {ranks[1]}; wait"))
-        assert await pid_of(home, "first") != await pid_of(home, "second")
-        here.asked = True
-        assert not await asyncio.to_thread(here.training.suspend)
-        waiting = asyncio.create_task(ask(here.pool, "m@1"))
-        stop(home, "first")
-        stop(home, "second")
-        assert await waiting == "m@1" and not tool.orders
+    ranks = [JOB.format(here.home.jobs / name) for name in ("first", "second")]
+    here.scheduler.submit(
+        command("job", here.home.jobs, f"/bin/sh -c '{ranks[0]}' & {ranks[1]}; wait")
+    )
+    assert await here.pid_of("first") != await here.pid_of("second")
+    here.asked = True
+    assert not await asyncio.to_thread(here.training.suspend)
+    waiting = asyncio.create_task(ask(here.pool, "m@1"))
+    here.stop("first")
+    here.stop("second")
+    assert await waiting == "m@1" and not tool.orders
 
 
-async def test_a_suspended_job_may_be_cancelled(
-    tmp_path: Path, home: Home, scheduler: LocalProcesses, tool: CudaCheckpoint
-) -> None:
-    async with site(tmp_path, home, scheduler) as here:
-        pid = await train_while_asked(here, home, scheduler)
-        await until(lambda: stands_still(pid) and here.turns == 1)
-        scheduler.cancel("first")
-        await until(lambda: scheduler.status("first").state == "cancelled")
-        here.asked = False
-        await until(lambda: here.turns == 2 and here.state == "serving")
-        assert tool.orders == ["lock", "checkpoint"]
-        assert await ask(here.pool, "m@1") == "m@1"
+async def test_a_suspended_job_may_be_cancelled(here: Site, tool: CudaCheckpoint) -> None:
+    pid = await here.train_while_asked()
+    await until(lambda: stands_still(pid) and here.turns == 1)
+    here.scheduler.cancel("first")
+    await until(lambda: here.state_of("first") == "cancelled")
+    here.asked = False
+    await until(lambda: here.turns == 2 and here.state == "serving")
+    assert tool.orders == ["lock", "checkpoint"]
+    assert await ask(here.pool, "m@1") == "m@1"
 
 
 KILLED = """
@@ -381,16 +404,9 @@ time.sleep(600)
 async def test_after_a_platform_was_killed_in_a_turn_the_next_one_serves_first(
     tmp_path: Path, home: Home
 ) -> None:
-    spec = SessionSpec(name="loop", turns=True)
-    session = SessionJournal(home, spec.id)
-    session.write_spec(spec)
-    session.hand_over("one")
-    jobs = [
-        command(spec.id, session.folder, SESSION.format(session.folder)),
-        job(home, "second"),
-    ]
+    session, its_command = session_of(home)
     argv = [sys.executable, "-c", KILLED, str(home.root)]
-    argv += [each.model_dump_json() for each in jobs]
+    argv += [each.model_dump_json() for each in (its_command, job(home, "second"))]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as former:  # noqa: ASYNC220
         assert former.stdout and former.stdout.readline() == "started\n"
         assert session.has_turn
@@ -398,11 +414,11 @@ async def test_after_a_platform_was_killed_in_a_turn_the_next_one_serves_first(
     with LocalProcesses(home.slurm, grace=0.2, gpus=["0"], turns=True) as scheduler:
         training = TrainingSide(home, scheduler)
         assert not session.has_turn and training.is_over()  # nothing is on the GPU
-        assert scheduler.status(spec.id).state == "failed"  # the trainer starts it again
+        assert scheduler.status(its_command.name).state == "failed"  # the trainer starts it again
         assert scheduler.status("second").state == "queued" and training.wants()
-        async with site(tmp_path, home, scheduler):
-            await until(lambda: runs(home, "second"))
-            assert not session.has_turn or spec.id not in scheduler.on_gpus()
+        async with site(tmp_path, home, scheduler) as here:
+            await until(lambda: here.runs("second"))
+            assert not session.has_turn or its_command.name not in scheduler.on_gpus()
 
 
 async def test_an_iteration_has_the_seconds_of_its_own_turns(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from cray_agents.cli.platform import together
 from cray_agents.cli.preflight import Node, check_node, check_slurm, describe_topology
 from cray_agents.config import Config
 from cray_agents.config.job_section import JobContainer, JobSettings
+from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.site_environment import missing_programs
 from cray_agents.runtime.scheduler.slurm import Slurm
@@ -205,16 +207,31 @@ def test_counters_that_grow_meanwhile_fail(node: Node, tmp_path: Path) -> None:
     assert ("fail", "mlx5_0:1 symbol_error grew by 9 meanwhile") in said
 
 
+#: What of the root is broken: a row, what it finds, and its remedy.
+BROKEN = {
+    "excl": ("root: exclusive create", "a name was given twice", "NFS 4"),
+    "link": ("root: hard link", "Operation not permitted", "NFS 4"),
+    "rename": ("root: rename of folders", "a name was given twice", "NFS 4"),
+    "clock": ("root: clock", "-", "chrony"),
+    "write": ("shared root", "cannot be written: Input/output error", "--home"),
+    "fsync": ("shared root", "cannot be written: Input/output error", "--home"),
+    "replace": ("shared root", "cannot be written: Stale", "--home"),
+}
 ROWS = """
 import json, os, sys
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from cray_agents.cli.preflight import Node, shared_memory, shared_root
 from cray_agents.config.job_section import JobSettings
+from cray_agents.trainers.job.failures import health_gate
 for what in sys.argv[2:]:
     os.environ["BROKEN"] = f"here@{what}"
+    if what in ("write", "fsync", "replace"):  # whose time to try is over at once
+        health_gate.time = SimpleNamespace(monotonic=count(0, 60).__next__)
     node = Node(Path(sys.argv[1]) / "root", JobSettings(), host=Path(sys.argv[1]) / "host")
     group = shared_memory if what == "shm" else shared_root
-    print(json.dumps([r for r in group(node) if r["state"] == "fail"]))
+    print(json.dumps([r for r in group(node) if r["state"] != "pass"]))
 """
 
 
@@ -228,17 +245,21 @@ def broken_node(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_root_that_breaks_its_promises_is_named(tmp_path: Path, broken_node: Path) -> None:
+    argv = [sys.executable, "-c", ROWS, str(tmp_path), "none", "slow", *BROKEN]
     environment = {**os.environ, "LD_PRELOAD": str(broken_node)}
-    argv = [sys.executable, "-c", ROWS, str(tmp_path), "none", "excl", "link", "rename", "clock"]
     done = subprocess.run(argv, env=environment, capture_output=True, text=True)
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 5, done.stderr
-    names = ["exclusive create", "hard link", "rename of folders", "clock"]
-    failed = [[row["check"] for row in each] for each in rows]
-    assert failed == [[], *([f"root: {name}"] for name in names)]
-    assert rows[1][0]["found"] == "a name was given twice" and "NFS 4" in rows[1][0]["to mend it"]
-    assert -61 < float(rows[4][0]["found"].split()[0]) < -20  # 60, and what the write takes less
-    assert "chrony" in rows[4][0]["to mend it"]
+    found = dict(zip(argv[4:], map(json.loads, done.stdout.splitlines()), strict=True))
+    slow = by_check(found["slow"])
+    failed = {what: [row for row in found[what] if row["state"] == "fail"] for what in found}
+    assert failed.pop("none") == failed.pop("slow") == [], done.stderr
+    for what, (name, said, remedy) in BROKEN.items():
+        [row] = failed[what]
+        assert row["check"] == name and said in row["found"] and remedy in row["to mend it"], row
+    skew = failed["clock"][0]["found"].split()[0]
+    assert -61 < float(skew) < -20  # 60, and what the write takes less
+    file, rate = slow["root: durable file"], slow["root: throughput"]
+    assert float(file["found"].split()[0]) >= 60 and "metadata" in file["to mend it"]
+    assert int(rate["found"].split()[1]) <= 50 and "nconnect" in rate["to mend it"]
 
 
 def test_a_root_that_is_a_file_is_named(tmp_path: Path) -> None:
@@ -295,11 +316,51 @@ def test_options_several_nodes_and_a_missing_site(tmp_path: Path) -> None:
     refused(away, "no Slurm controller answers", "--node")
 
 
+def silent(node: str) -> dict[str, str]:
+    return preflight.at(node, preflight.judge("an answer", False, "none"))
+
+
+def test_what_a_node_sees_late_old_or_half_is_named(tmp_path: Path, monkeypatch: Any) -> None:
+    """The nodes' answers are there before they are asked for: late by a lease of no time."""
+    monkeypatch.setattr(preflight, "ANSWER_SECONDS", 0)
+    file, values = tmp_path / "value.json", [b'{"value":%d}' % number for number in range(4)]
+    one, two, three = map(checksums.with_crc, values[1:])
+    for text, why in ((one, "old content"), (two[:-9], "not whole"), (three, "held 3"), (two, "")):
+        file.write_bytes(text)
+        assert why in (said := preflight.watch_change(file)) and bool(why) == bool(said)
+    for seconds, state in ((4, "pass"), (6, "warn"), (11, "fail")):
+        row = preflight.judge_delay("a new file", seconds, 10)
+        assert row["state"] == state and f"after {seconds}.00 s" in row["found"]
+    half = range(preflight.RACES // 2, preflight.RACES)  # that are not taken here
+    won = [f"{kind} {number}" for kind in ("O_EXCL", "link") for number in half]
+    answers: dict[str, tuple[float, Any]] = {  # how far its clock is, and what else it says
+        "n1": (0, {"changed": "", "race": won, "sum": [True, "1 GB/s"]}),
+        "n2": (60, {"changed": "half", "race": [], "sum": [False, "wrong"]}),
+        "n3": (-5, {"changed": "", "race": []}),
+        "n4": (0, {"changed": ""}),
+    }
+    failed = {("n2", "clock"), ("n2", "a changed file"), ("n4", "an answer"),
+              *((node, "a sum over the nodes") for node in ("n2", "n3"))}  # fmt: skip
+    late = {(node, f"a {kind} file") for node in answers for kind in ("new", "changed")}
+    for lease, expected in ((1e9, failed), (0.0, failed | late)):
+        (folder := tmp_path / f"{lease}").mkdir()
+        for node, (skew, more) in answers.items():
+            for kind, said in {"new": time.time() + skew, **more}.items():
+                preflight.tell(folder, kind, node, said)
+        told = preflight.talk(folder, [*answers], lease, lambda: set(), silent)
+        rows = {(row.get("node", ""), row["check"]): row for row in told}
+        assert {key for key, row in rows.items() if row["state"] == "fail"} == expected, rows
+        assert rows["n3", "clock"]["state"] == "warn" and rows["", "claims of one name"]
+        assert rows["n2", "a changed file"]["found"] == "half"
+        assert rows["n3", "a sum over the nodes"]["found"] == "no answer"
+        assert all(rows[key]["to mend it"] for key in expected)
+
+
 @pytest.mark.slow
 @pytest.mark.slurm
 @pytest.mark.skipif(bool(missing_programs()), reason=f"lacks {missing_programs()}")
 def test_a_cluster_is_checked_by_a_job_on_its_nodes(tmp_path: Path, broken_node: Path) -> None:
-    """Then one has no exclusive create, one a wrong clock, and one cannot start."""
+    """Then one has neither exclusive create nor whole files, one a wrong clock, one no start."""
     cluster = PrivateCluster(tmp_path / "slurm", nodes=3, cpus=1, gpus=[])
     cluster.start()
 
@@ -324,12 +385,15 @@ def test_a_cluster_is_checked_by_a_job_on_its_nodes(tmp_path: Path, broken_node:
             assert "answered after" in well[node, "a changed file"]["found"]
         assert well["", "claims of one name"]["found"] == "one winner of each of 32"
         assert well["", "partition"]["found"].startswith("all: State UP")
-        ill = rows(LD_PRELOAD=str(broken_node),
-                   BROKEN=f"{first}@excl {second}@clock {third}@die")  # fmt: skip
+        broken = f"{first}@excl {first}@half {second}@clock {second}@sum {third}@die"
+        ill = rows(LD_PRELOAD=str(broken_node), BROKEN=broken)
         failed = {key for key, row in ill.items() if row["state"] == "fail"}
         assert failed >= {(first, "root: exclusive create"), (second, "root: clock"),
-                          (second, "clock"), (third, "an answer"),
+                          (second, "clock"), (third, "an answer"), (first, "a changed file"),
+                          (second, "a sum over the nodes"),
                           ("", "claims of one name")}, ill  # fmt: skip
+        assert "it was not whole" in ill[first, "a changed file"]["found"]
+        assert "came out wrong in" in ill[second, "a sum over the nodes"]["found"]
         skew, *_, doubt = ill[second, "clock"]["found"].split()
         assert abs(float(skew) - 60) <= float(doubt) + 0.1
         assert "cannot start on this node" in ill[third, "an answer"]["found"]

@@ -16,21 +16,10 @@ from cray_agents.runtime.gateway.model_calls.admission import Admission, Gateway
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.scaling.decision import ScalingRules, ServingRule
 from cray_agents.server.platform_process import ReplicaCount
-from cray_agents.server.replica_count import (
-    keep_replica_count,
-    replica_rule,
-    scaling_rules,
-)
+from cray_agents.server.replica_count import keep_replica_count, replica_rule, scaling_rules
 from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_gateway import Paced, echo, served
-from tests.support.scripted_pool import (
-    Mortal,
-    ask,
-    checkpoint,
-    probe,
-    says_version,
-    until,
-)
+from tests.support.scripted_pool import Mortal, ask, checkpoint, probe, says_version, until
 
 QUICK = ServingRule("replicas", slots=2, least=0, most=3, calm=0.3, empty=0.5)
 

@@ -20,12 +20,7 @@ from cray_agents.records import Manifest
 from cray_agents.runtime import fsck
 from cray_agents.runtime.disk.durable import OLD, sha256_file
 from cray_agents.runtime.registry import checkpoints
-from cray_agents.runtime.registry.deltas import (
-    Shadows,
-    changes_from,
-    materialize,
-    rebuilt_bytes,
-)
+from cray_agents.runtime.registry.deltas import Shadows, changes_from, materialize, rebuilt_bytes
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.retention import prune, reasons_to_keep
 from cray_agents.runtime.vllm_plugins import delta_codec
@@ -268,10 +263,7 @@ def test_prune_keeps_what_a_delta_is_rebuilt_from(home: Home) -> None:
         registry.register("m", *registry.import_checkpoint(name))
     assert registry.resolve("m@2").checkpoint == "two" and not list(child.glob("*.safetensors"))
     reasons = reasons_to_keep(registry, 0, ())
-    assert reasons == {
-        "m@2": "the newest",
-        "m@1": "m@2 is stored as what changed in it",
-    }
+    assert reasons == {"m@2": "the newest", "m@1": "m@2 is stored as what changed in it"}
     prune(home, keep=0, grace=0)
     assert parent.is_dir()
     materialize(home, child)

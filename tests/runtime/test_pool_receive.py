@@ -7,15 +7,7 @@ import pytest
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import PoolBusy, SwapError
 from cray_agents.runtime.pool.pool import Pool
-from tests.support.scripted_pool import (
-    Mortal,
-    ask,
-    checkpoint,
-    probe,
-    says_version,
-    serving,
-    until,
-)
+from tests.support.scripted_pool import Mortal, ask, checkpoint, probe, says_version, serving, until
 
 JOB = "job-1"
 
@@ -110,9 +102,7 @@ async def test_a_job_that_ends_without_publishing_gives_the_replica_back(
         assert states(pool) == ["serving"]
 
 
-async def test_a_replica_that_dies_meanwhile_starts_with_the_former_version(
-    tmp_path: Path,
-) -> None:
+async def test_a_replica_that_dies_meanwhile_starts_with_the_former_version(tmp_path: Path) -> None:
     async with serving(tmp_path, one := host()) as pool:
         assert await pool.receive(JOB, displace=True)
         one.die()

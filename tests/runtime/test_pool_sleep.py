@@ -11,15 +11,7 @@ from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineUnavailable, PoolBusy
 from cray_agents.runtime.pool.pool import Pool
 from tests.support.in_process_engine import InProcessEngine
-from tests.support.scripted_pool import (
-    Mortal,
-    ask,
-    checkpoint,
-    probe,
-    says_version,
-    serving,
-    until,
-)
+from tests.support.scripted_pool import Mortal, ask, checkpoint, probe, says_version, serving, until
 
 
 class Sleeper(Mortal):

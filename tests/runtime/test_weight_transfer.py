@@ -21,24 +21,14 @@ from cray_agents.records import Manifest, ProbePrompt, ProbeReport
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.pool import weight_transfer
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.pool.weight_transfer import (
-    OfferedTensor,
-    check_transfer,
-    in_chunks,
-)
+from cray_agents.runtime.pool.weight_transfer import OfferedTensor, check_transfer, in_chunks
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.weight_offers import find_offers
 from cray_agents.runtime.vllm_plugins.worker import Extension
 from cray_agents.trainers.checkpointing import weight_sender
 from cray_agents.trainers.checkpointing.weight_sender import NcclLink, WeightSender
 from tests.support.scripted_pool import until
-from tests.support.scripted_vllm import (
-    ScriptedVllm,
-    Tensors,
-    gloo_link,
-    logprobs,
-    scripted_host,
-)
+from tests.support.scripted_vllm import ScriptedVllm, Tensors, gloo_link, logprobs, scripted_host
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
 FILE = "model.safetensors"

@@ -418,10 +418,7 @@ def test_mismatched_gives_each_prompt_a_completion_of_another_prompt() -> None:
     assert [row.tolist() for row in mismatch_completions(samples, limit=3).tokens][4] == [2, 11, 5]
     assert [
         row.tolist() for row in mismatch_completions(Samples.of([[1, 2], [1, 3]]), 9).tokens
-    ] == [
-        [1, 3],
-        [1, 2],
-    ]
+    ] == [[1, 3], [1, 2]]
 
 
 @given(
@@ -443,11 +440,7 @@ def test_mismatched_uses_every_completion_once(prompts: list[tuple[int, int]], l
 @pytest.mark.parametrize(("schedule", "middle"), [("linear", 0.55), ("cosine", 0.55)])
 def test_the_rate_warms_up_and_decays_to_its_minimum(schedule: Any, middle: float) -> None:
     hyper = Hyperparameters(
-        steps=13,
-        learning_rate=1.0,
-        min_learning_rate=0.1,
-        warmup_steps=2,
-        schedule=schedule,
+        steps=13, learning_rate=1.0, min_learning_rate=0.1, warmup_steps=2, schedule=schedule
     )
     rates = [learning_rate(hyper, step) for step in range(13)]
     assert rates[:3] == [0.5, 1.0, 1.0]

@@ -21,13 +21,7 @@ from cray_agents.trainers.planning.arithmetic import (
 from cray_agents.trainers.planning.layouts import possible_layouts, why_unfit
 from cray_agents.training_jobs import JobSpec, Layout, Lora
 from tests.support.trainers.forked_ranks import run_forked
-from tests.support.trainers.model_configs import (
-    LLAMA_2_7B,
-    LLAMA_31_8B,
-    SMALL,
-    hyper,
-    written,
-)
+from tests.support.trainers.model_configs import LLAMA_2_7B, LLAMA_31_8B, SMALL, hyper, written
 
 
 def test_a_layer_keeps_what_the_paper_says(tmp_path: Path) -> None:

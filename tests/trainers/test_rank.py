@@ -153,11 +153,7 @@ def test_dpo_compares_with_another_checkpoint(lab: Any, another: Path) -> None:
     import torch
     from torch.nn.functional import logsigmoid
 
-    spec = dpo_against(
-        lab,
-        another,
-        hyper={"steps": 1, "preference": {"beta": 0.3}},
-    )
+    spec = dpo_against(lab, another, hyper={"steps": 1, "preference": {"beta": 0.3}})
     (step,) = events(lab.run(spec), "step")
     samples, places = first_step(lab, spec)
     policy, reference = Transformers(Path(spec.parent)), Transformers(another)
@@ -292,12 +288,7 @@ def test_a_long_look_back_can_be_stopped(lab: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_restarted_job_reads_what_it_knew(lab: Any, another: Path, kill_at: Any) -> None:
-    spec = dpo_against(
-        lab,
-        another,
-        hyper={"steps": 24, "batch_size": 1},
-        save_every=1000,
-    )
+    spec = dpo_against(lab, another, hyper={"steps": 24, "batch_size": 1}, save_every=1000)
     whole = lab.run(spec).losses
     shutil.rmtree(lab.home.root / "jobs")
     shutil.rmtree(lab.home.root / "checkpoints")

@@ -363,7 +363,7 @@ def test_a_point_of_a_newer_version_is_refused(version: dict[str, Any], tmp_path
         assert resume.read_common(tmp_path) == {"a": 1}
     else:
         newer = version["version"] == 2
-        told = "reads formats up to 1: read it with a version" if newer else "is no version"
+        told = "reads formats up to 1: upgrade it" if newer else "is no version"
         with pytest.raises(NewerFormat if newer else Corrupt, match=told):
             resume.read_common(tmp_path)
 

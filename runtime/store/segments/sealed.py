@@ -34,7 +34,7 @@ import orjson
 
 from cray_agents.errors import Corrupt, NewerFormat, StoreError, store_errors
 from cray_agents.runtime.disk import durable
-from cray_agents.runtime.disk.checksums import is_whole
+from cray_agents.runtime.disk.checksums import check_version, is_whole
 from cray_agents.runtime.store.segments.line_format import (
     COMPACTED,
     LEFT,
@@ -124,13 +124,8 @@ class Table:
 
     def __getitem__(self, index: int) -> Frame:
         lines = self._lines[index]
-        return Frame(
-            self._at[index],
-            self._size[index],
-            self._offset[index],
-            self._length[index],
-            None if lines < 0 else lines,
-        )
+        place = (self._at[index], self._size[index], self._offset[index], self._length[index])
+        return Frame(*place, None if lines < 0 else lines)
 
     def add(self, at: int, size: int, length: int, lines: int = -1) -> None:
         """Append the next frame. `lines`: -1 if unknown."""
@@ -219,10 +214,10 @@ def _read_trailer(file: int, end: int) -> tuple[int, int, int, bytes]:
     magic, _, version, at, size, payload_crc, crc = _trailer.unpack(tail)
     if zlib.crc32(tail[:-4]) != crc:
         raise Corrupt("the end of the file is damaged or missing")
-    if magic != TRAILER or not version.startswith(b"segment"):
+    number = version.removeprefix(b"segment")
+    if magic != TRAILER or number == version or not number.isdigit():
         raise Corrupt(f"the segment is of an unknown version {version!r}")
-    if version not in (VERSION, MARKED):
-        raise NewerFormat(f"a newer version of cray-agents wrote this segment, as {version!r}")
+    check_version(int(number), int(VERSION[-1:]), "the segment")
     return at, size, payload_crc, version
 
 

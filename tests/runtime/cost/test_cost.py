@@ -20,14 +20,7 @@ from cray_agents.runtime.accounting.ledger import HeldDevices, LedgerFile, keep_
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.telemetry import file_metrics
-from tests.support.costly_root import (
-    HOUR,
-    T,
-    run_events,
-    write_ledger,
-    write_loop,
-    write_runs,
-)
+from tests.support.costly_root import HOUR, T, run_events, write_ledger, write_loop, write_runs
 from tests.support.scripted_gateway import served, until
 
 PRICES = PriceSettings(gpu_hour={"h100": 3.0, "gpu": 1.0}, core_hour=0.1, kwh=0.5)

@@ -15,12 +15,7 @@ from cray_agents.paths import Home
 from cray_agents.records import Event
 from cray_agents.runtime.accounting.holdings import read_holdings
 from cray_agents.runtime.accounting.ledger import LedgerFile, LedgerLine
-from cray_agents.runtime.accounting.serve_plan import (
-    Calibration,
-    ServedLoad,
-    calibrate,
-    plan_load,
-)
+from cray_agents.runtime.accounting.serve_plan import Calibration, ServedLoad, calibrate, plan_load
 from cray_agents.runtime.store import Store
 from tests.support.command_line import claimed, cli, refused
 from tests.support.costly_root import T

@@ -14,12 +14,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 from cray_agents.errors import BadInput
 from cray_agents.records import Run, Task, ToolCall, Trajectory, Turn
 from cray_agents.runtime.exports.export_files import TableFormat
-from cray_agents.runtime.exports.export_format import (
-    LOSSES,
-    LineFormat,
-    Written,
-    line_of,
-)
+from cray_agents.runtime.exports.export_format import LOSSES, LineFormat, Written, line_of
 from cray_agents.runtime.exports.exporter import FORMATS
 from cray_agents.runtime.exports.sources import run_of_demonstration
 from tests.support.exports.example_runs import LINE_FORMATS, called, chat, made

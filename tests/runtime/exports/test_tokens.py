@@ -15,12 +15,7 @@ from cray_agents.runtime.datasets.build import build_dataset
 from cray_agents.runtime.datasets.reader import shards
 from cray_agents.runtime.datasets.run_samples import Span, TokenSample
 from cray_agents.runtime.datasets.token_shards import SampleRow, table_of
-from cray_agents.runtime.exports.exporter import (
-    export,
-    format_named,
-    open_dataset,
-    open_runs,
-)
+from cray_agents.runtime.exports.exporter import export, format_named, open_dataset, open_runs
 from cray_agents.runtime.exports.formats import tokens
 from cray_agents.runtime.exports.formats.tokens import IGNORED, rewrite_batch, rows_of, schema
 from tests.support.exports.example_runs import called, of_calls

@@ -17,12 +17,7 @@ from cray_agents.errors import Corrupt, StoreError
 from cray_agents.runtime.store.segments import sealed as sealing
 from cray_agents.runtime.store.segments.line_format import COMPACTED
 from cray_agents.runtime.store.segments.reader import Moved, Segments
-from cray_agents.runtime.store.segments.repair import (
-    check,
-    remove_replaced,
-    repair,
-    seal_orphans,
-)
+from cray_agents.runtime.store.segments.repair import check, remove_replaced, repair, seal_orphans
 from cray_agents.runtime.store.segments.sealed import seal, write_sealed
 from tests.support.store.segment_lines import line, placed, read_all, write_open
 

@@ -97,13 +97,7 @@ def _estimated(
         fields = {"sequence_parallel": run["layout"].get("tensor", 1) > 1, **run["layout"]}
         layout = Layout(**fields)
         slower = step_time.slowdown(
-            model,
-            layout,
-            hyper,
-            length,
-            NODE,
-            recompute=recompute,
-            gpu=gpu,
+            model, layout, hyper, length, NODE, recompute=recompute, gpu=gpu
         )
     memory = estimate_memory(model, layout, hyper, sequence_length=length, recompute=recompute)
     if gigabytes:  # as that run keeps weights and gradients

@@ -10,12 +10,7 @@ VOCAB = 500
 
 def write_toy(folder: Path) -> Path:
     """Register the kind with transformers, and write a random model of it."""
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        PretrainedConfig,
-        PreTrainedModel,
-    )
+    from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
     from transformers.modeling_outputs import CausalLMOutput
 
     class DecayConfig(PretrainedConfig):  # type: ignore[misc]
