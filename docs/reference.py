@@ -2,15 +2,17 @@
 
 mkdocs calls `on_files` (`hooks` in mkdocs.yml). Each function of PAGES returns a page: Python names
 by their docstrings, commands by their options, HTTP routes by the OpenAPI document, settings by
-their descriptions.
+their descriptions, screens by the pictures in docs/screens, the notebook by its cells.
 """
 
 import inspect
+import json
 import re
 import types
 import typing
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import typer.main
@@ -275,6 +277,36 @@ def settings() -> Iterator[str]:
             yield row(code(name), *map(code, shown), prose(field.description or ""))
 
 
+# ---- the notebook
+def notebook() -> Iterator[str]:
+    """The cookbook's notebook, with what its cells showed when docs/notebook.py ran it."""
+    book = json.loads((Path(__file__).parents[1] / "cookbook" / "10_notebook.ipynb").read_text())
+    for cell in book["cells"]:
+        source = "".join(cell["source"])
+        yield source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```"
+        for output in cell.get("outputs", ()):
+            yield f"<div>{output['data']['text/html']}</div>"
+        yield ""
+
+
+# ---- pictures
+def screens() -> Iterator[str]:
+    """Each screen's picture beside that of before the dashboard was made anew, if there is one."""
+    folder = Path(__file__).parent / "screens"
+    yield "# Screens, before and after\n"
+    yield (
+        "Pictures of [the dashboard](../dashboard.md) by `docs/screenshots.py`. Those on the left "
+        "are of 28 November 2026, before its screens were made to answer questions; `-`: there is "
+        "none. A click on one shows it whole."
+    )
+    for name in sorted({file.stem for file in folder.rglob("*.webp")}):
+        title = name.replace("_", ", ").capitalize()
+        places = (Path("before", f"{name}.webp"), Path(f"{name}.webp"))
+        shown = [f"[![{title}]({link})]({link})" if (folder / place).exists() else "-"
+                 for place in places for link in [f"../screens/{place}"]]  # fmt: skip
+        yield f"\n## {title}\n\n| before | after |\n|---|---|\n{row(*shown)}"
+
+
 # ---- Markdown
 def prose(text: str) -> str:
     """Text outside of code, in which no character is taken for HTML or emphasis."""
@@ -298,4 +330,6 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "commands": commands,
     "http": http,
     "settings": settings,
+    "screens": screens,
+    "notebook": notebook,
 }

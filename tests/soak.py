@@ -53,7 +53,7 @@ SOAKS = [
     Soak("templates", "tests/runtime/datasets/test_chat_templates.py", {"TEMPLATES": "all"}),
     Soak("fuzz", "tests/runtime/test_fuzz.py tests/runtime/test_vllm_apis.py", {"FUZZ": 90}),
     Soak("demo", "tests/test_demo.py -k kills", {"KILLS": 5, "SEEDS": "1,2,3,4,5,6,7,8,9,10"}),
-    Soak("tutorial", "tests/test_tutorial.py", {"TUTORIAL": "whole"}, follows="docs/tutorial.md"),
+    Soak("tutorial", "tests/test_tutorial.py", {"TUTORIAL": "whole"}, 2400, "docs/tutorial.md"),
     Soak("store", "tests/test_store_kills.py", {"KILLS": 220}),
     Soak("backup", "tests/test_backup.py", {"KILLS": 200}),
     Soak("events", "tests/test_event_kills.py", {"KILLS": 60}),

@@ -1,6 +1,7 @@
 """bench/bfcl: an arm's clock over kills, results that stay, the candidates, the table."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def test_the_table_and_the_picture(tmp_path: Path, capsys: Any) -> None:
         (tmp_path / f"{name}.json").write_text(text)
 
     arm("base", "1000000000")
-    decided = [{"promoted": True}, {"promoted": False}, {"promoted": True}]
+    decided = [{"promoted": n != 1, "holdout_success": n / 10} for n in range(3)]
     arm("rft-0", "1111000000", seed=0, seconds=600, iterations=decided)
     arm("rft-1", "1111110000", seed=1, seconds=660)
     report.publish(tmp_path, tmp_path / "bfcl.svg")
@@ -63,7 +64,9 @@ def test_the_table_and_the_picture(tmp_path: Path, capsys: Any) -> None:
     assert lines[3].startswith("| cray-agents, rft, 2 seeds | 0.500 (0.24 to 0.76), +0.400 ± 0.28")
     assert lines[3].endswith("| 10, 11 | 1 of 2, - |")
     assert lines[4] == "| seed 0 | 0.400 | | |"
-    assert (tmp_path / "bfcl.svg").read_text().count("<rect") == 1 + 2 + 2
+    drawn = (tmp_path / "bfcl.svg").read_text()
+    points = re.findall(r'cy="(\S+)" r="3.5" fill="(\S+)" s', drawn)
+    assert points == [("276.0", "#0969da"), ("228.0", "white"), ("180.0", "#0969da")]
     (tmp_path / "base.json").unlink()
     with pytest.raises(SystemExit, match=r"has no base\.json yet"):
         report.publish(tmp_path, tmp_path / "bfcl.svg")

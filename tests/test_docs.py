@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,10 +20,12 @@ from pyarrow import parquet
 from cray_agents.cli import app
 from cray_agents.testing import ScriptedEngine
 from tests.support.scripted_platform import platform
+from ui.build import find_node
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
+PYRIGHT = ROOT / "ui" / "node_modules" / "pyright" / "index.js"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -65,9 +68,7 @@ def write_files(folder: Path) -> None:
 def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Block after block, as a reader would; each page by itself, on a platform with a script."""
     code = page_code(page)
-    if (
-        not code or page.name == "cookbook.md"
-    ):  # its block needs a model that learns: test_warmup.py
+    if not code or page.name == "cookbook.md":  # needs a model that learns: test_warmup.py
         return
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path)
@@ -80,16 +81,24 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.timeout(1800)  # where `make lint` has not run before, mypy reads all of the package
-def test_types_infer(tmp_path: Path) -> None:
-    """mypy reads each page as a module; pyproject.toml says how strictly."""
+@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+def test_types_infer(tmp_path: Path, checker: str) -> None:
+    """Each page, and test_typing.py, as a module; pyproject.toml says how strict mypy is."""
     folder = tmp_path / "docs_pages"
     folder.mkdir()
     (folder / "__init__.py").touch()
+    shutil.copy(ROOT / "tests" / "cray_agents" / "test_typing.py", folder)
     for page in PAGES:
         if page.name != "cookbook.md":  # whose block has no agent
             name = page.stem.lower().replace("-", "_")
             (folder / f"{name}.py").write_text(page_code(page))
     argv = [sys.executable, "-m", "mypy", "-p", "docs_pages"]
+    if checker == "pyright":
+        if not PYRIGHT.is_file():
+            pytest.skip("needs pyright: make ui")
+        settings = {"extraPaths": [str(ROOT)], "reportUnnecessaryTypeIgnoreComment": True}
+        (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+        argv = [find_node()[0], str(PYRIGHT), "-p", str(tmp_path), "--pythonpath", sys.executable]
     env = {**os.environ, "MYPYPATH": str(tmp_path)}
     ended = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout
@@ -210,6 +219,8 @@ REFERENCE = {
     "commands": 'id="jobs-submit" --lora-rank',
     "http": "/v1/chat/completions /v1/pool admin",
     "settings": "swap_mode gpu_hour",
+    "notebook": 'id="a-loop-in-a-notebook" <polyline promoted</td>',
+    "screens": 'src="../../screens/before/run.webp" src="../../screens/run.webp"',
 }
 
 

@@ -16,6 +16,7 @@ import pytest
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.paths import Home
 from cray_agents.server.platform_process import SUBMITTER
+from cray_agents.trainers.job.job_state import Handover, note_handover
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training import Hyperparameters
 from cray_agents.training_jobs import JobSpec, JobStatus, Layout, Policy
@@ -52,11 +53,6 @@ def spec(number: int = 0, **more: Any) -> JobSpec:
         "hyperparameters": Hyperparameters(learning_rate=1e-3, steps=4),
     }
     return JobSpec.model_validate(given | more)
-
-
-def run_script(script: str, *words: object) -> "subprocess.CompletedProcess[str]":
-    argv = [sys.executable, "-c", script, *map(str, words)]
-    return subprocess.run(argv, capture_output=True, text=True, check=False)
 
 
 @dataclass
@@ -110,9 +106,7 @@ def test_what_there_is_needs_no_platform(root: Root) -> None:
     os.utime(root.home.job(done) / "spec.json", (0, 0))  # long ago
     rows = json.loads(root.jobs("list", "--json").stdout)
     assert [(r["id"], r["state"], r["done"]) for r in rows] == [
-        (done, "succeeded", "4/4"),
-        (failed, "failed", "4/4"),
-    ]
+        (done, "succeeded", "4/4"), (failed, "failed", "4/4")]  # fmt: skip
     assert rows[0]["method"] == "sft" and rows[0]["metrics"]["lr"] == 1e-3
     assert done in root.jobs("list").stdout
     assert "the loss is nan" in root.jobs("show", failed).stdout
@@ -124,11 +118,9 @@ def test_what_there_is_needs_no_platform(root: Root) -> None:
 
 def test_the_page_of_a_running_job(root: Root) -> None:
     asked = spec(
-        method="grpo",
+        method="grpo", layout=Layout(data=2, tensor=2), evaluate_every=10,
         hyperparameters=Hyperparameters(learning_rate=1e-3, steps=40, policy=Policy(kl=0.5)),
-        layout=Layout(data=2, tensor=2),
-        evaluate_every=10,
-    )
+    )  # fmt: skip
     journal = root.started(asked)
     why = ["a rank holds the whole model", "data=2: all ranks"]
     journal.event("layout", layout={"data": 2}, recompute="none", reasons=why)
@@ -187,19 +179,16 @@ def test_following_goes_through_a_kill_and_a_restart(root: Root) -> None:
         def line() -> str:
             return str(process.stdout.readline()).rstrip("\n").split("  ", 1)[-1]
 
-        died = run_script(DIES, root.home.root, journal.job_id)
+        argv = [sys.executable, "-c", DIES, str(root.home.root), journal.job_id]
+        died = subprocess.run(argv, capture_output=True, text=True)
         assert died.returncode == -9, died.stderr
         first = [line() for _ in range(8)]
         first.remove("│ attempt 1 starts at step 0")  # where the log was looked at
         assert first[0].startswith("attempt 1 starts after step 0 on data 2; 2 samples")
         assert [words.split("  ")[0] for words in first[1:]] == [
-            "step 1/4",
-            "step 2/4",
-            "evaluation after step 2: loss 1.5000 over 70 tokens",
-            "resume point after step 2 saved in 0.25 s",
-            "step 3/4",
-            "step 4/4",
-        ]
+            "step 1/4", "step 2/4", "evaluation after step 2: loss 1.5000 over 70 tokens",
+            "resume point after step 2 saved in 0.25 s", "step 3/4", "step 4/4",
+        ]  # fmt: skip
         journal.claim_attempt()
         journal.rewind(2)
         journal.event("started", attempt=2, from_step=2, left_out=0)
@@ -216,9 +205,7 @@ def test_following_goes_through_a_kill_and_a_restart(root: Root) -> None:
         journal.write_status(JobStatus(id=journal.job_id, state="succeeded", step=4, steps=4))
         rest = process.communicate()
     assert sorted(words.split("  ")[-1] for words in rest[0].splitlines()) == [
-        "succeeded: checkpoint job-x",
-        "│ half a line",
-    ]
+        "succeeded: checkpoint job-x", "│ half a line"]  # fmt: skip
     assert process.returncode == 0 and "succeeded" in rest[1]
     assert [e["step"] for e in journal.events() if e["event"] == "step"] == [1, 2, 3, 4]
 
@@ -251,15 +238,15 @@ def test_jobs_are_named_briefly_but_not_too_briefly(root: Root) -> None:
     root.started(second)
     there = root.refused("show", "job-none")
     assert first.id in there and second.id in there
-    for words in (
-        ["show"],
-        ["show", "--hardware"],
-        ["show", "--script"],
-        ["logs", "-f"],
-        ["cancel"],
-    ):
-        assert "no job 'x'" in root.refused(*words, "x")
+    for words in ("show", "show --hardware", "show --script", "logs -f", "cancel"):
+        assert "no job 'x'" in root.refused(*words.split(), "x")
     assert "give more" in root.refused("show", "job-")
+    os.utime(root.home.job(first.id) / "spec.json", (0, 0))
+    for job in (first.id, second.id):
+        note_handover(JobJournal(root.home, job), Handover(id="1"))
+    shown = root.jobs("show", "1")
+    assert f"this is the last, {second.id}" in " ".join(shown.stderr.split())
+    assert second.id in shown.stdout and first.id not in shown.stdout
 
 
 @pytest.mark.parametrize("verb", ["pause", "resume", "cancel"])

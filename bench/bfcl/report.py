@@ -16,11 +16,12 @@ KINDS = {
     "dspy": "DSPy, bootstrapped examples",
     "control": "rft, shuffled rewards",
 }
-COLOURS = {
-    "base": "#8c959f", "rft": "#0969da", "grpo": "#54aeff", "examples": "#1a7f37",
-    "examples-rft": "#4ac26b", "trl": "#bf8700", "dspy": "#8250df", "control": "#d0d7de"
-}  # fmt: skip
-IN_ROW = 4  # names of arms above the picture
+#: The arms of the picture: their colour, and what a line of theirs is.
+CURVES = {
+    "control": ("#8c959f", "with shuffled rewards"),
+    "rft": ("#0969da", "RFT, a line a seed"),
+}
+TOP = 0.5  # of the axis of success
 Marks = dict[str, str]
 
 
@@ -111,44 +112,52 @@ def difference(marks: Sequence[str], before: str) -> tuple[float, float]:
 
 
 def draw(arms: dict[str, list[dict[str, Any]]]) -> str:
-    """The picture: a group of bars for each category, a bar with its interval for each arm."""
-    names, height, bar = [*arms["base"][0]["right"]], 180, 22
-    top = 24 + 16 * math.ceil(len(arms) / IN_ROW)
-    group = bar * len(arms) + 30
-    width = 60 + group * len(names)
+    """The picture: held-out success of each iteration's version, a line for each loop of CURVES."""
+    width, height, left, top = 640, 240, 50, 36
+    curves = {kind: [run["iterations"] for run in arms.get(kind, ()) if "iterations" in run]
+              for kind in CURVES}  # fmt: skip
+    last = max((len(each) for runs in curves.values() for each in runs), default=2) - 1
+
+    def y(success: float) -> float:
+        return top + height * (1 - success / TOP)
+
+    def x(iteration: int) -> float:
+        return left + (width - 20) * iteration / last
+
     lines = []
-    for mark in (0.0, 0.25, 0.5, 0.75, 1.0):
-        y = top + height * (1 - mark)
+    for tenth in range(round(TOP * 10) + 1):
+        at = y(tenth / 10)
         lines.append(
-            f'<path d="M40 {y} H{width - 10}" stroke="#d0d7de" stroke-width="0.5"/>'
-            f'<text x="34" y="{y + 4}" text-anchor="end">{mark:g}</text>'
+            f'<path d="M{left} {at:.1f} h{width}" stroke="#d0d7de" stroke-width="0.5"/>'
+            f'<text x="{left - 6}" y="{at + 4:.1f}" text-anchor="end">{tenth / 10:g}</text>'
         )
-    for place, name in enumerate(names):
-        left = 50 + group * place
-        for number, (kind, runs) in enumerate(arms.items()):
-            mean, low, high = interval([run["right"][name] for run in runs])
-            x, y = left + bar * number, top + height * (1 - mean)
-            middle, ends = x + bar / 2 - 2, [top + height * (1 - end) for end in (high, low)]
-            lines.append(
-                f'<rect x="{x}" y="{y:.1f}" width="{bar - 4}" height="{height * mean:.1f}" '
-                f'fill="{COLOURS[kind]}"/>'
-                f'<path d="M{middle} {ends[0]:.1f} V{ends[1]:.1f}" stroke="#24292f"/>'
-            )
+    for iteration in range(last + 1):
+        lines.append(f'<text x="{x(iteration):.1f}" y="{top + height + 18}" '
+                     f'text-anchor="middle">{iteration}</text>')  # fmt: skip
+    for number, (kind, runs) in enumerate(curves.items()):
+        colour, name = CURVES[kind]
+        for iterations in runs:
+            points = [(x(n), y(each["holdout_success"])) for n, each in enumerate(iterations)]
+            trace = " ".join(f"{across:.1f},{up:.1f}" for across, up in points)
+            lines.append(f'<polyline points="{trace}" fill="none" stroke="{colour}"/>')
+            for (across, up), each in zip(points, iterations, strict=True):
+                fill = colour if each["promoted"] else "white"
+                lines.append(f'<circle cx="{across:.1f}" cy="{up:.1f}" r="3.5" fill="{fill}" '
+                             f'stroke="{colour}"/>')  # fmt: skip
+        start = left + 200 * number
         lines.append(
-            f'<text x="{left + bar * len(arms) / 2 - 2}" y="{top + height + 18}" '
-            f'text-anchor="middle">{name}</text>'
+            f'<path d="M{start} 16 h22" stroke="{colour}"/>'
+            f'<text x="{start + 28}" y="20">{name}</text>'
         )
-    for number, kind in enumerate(arms):
-        x, y = 50 + 210 * (number % IN_ROW), 12 + 16 * (number // IN_ROW)
-        lines.append(
-            f'<rect x="{x}" y="{y}" width="10" height="10" fill="{COLOURS[kind]}"/>'
-            f'<text x="{x + 14}" y="{y + 9}">{KINDS[kind]}</text>'
-        )
-    wide = max(width, 60 + 210 * IN_ROW)
+    lines.append(
+        f'<circle cx="{left + 406}" cy="16" r="3.5" fill="#24292f"/>'
+        f'<text x="{left + 416}" y="20">promoted</text>'
+        f'<text x="{left + width / 2}" y="{top + height + 38}" text-anchor="middle">'
+        "right answers to held-out tasks, by iteration</text>"
+    )
+    wide, high = left + width + 10, top + height + 50
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {top + height + 30}" '
-        'font-family="sans-serif" font-size="11" fill="#24292f">\n'
-        f'<rect width="{wide}" height="{top + height + 30}" fill="white"/>\n'
-        + "\n".join(lines)
-        + "\n</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" '
+        'font-family="sans-serif" font-size="13" fill="#24292f">\n'
+        f'<rect width="{wide}" height="{high}" fill="white"/>\n' + "\n".join(lines) + "\n</svg>\n"
     )

@@ -70,7 +70,7 @@ def import_runs(
     if given().json:
         print_json(asdict(done))
         return
-    duplicates = f"; {done.duplicates} were there already" if done.duplicates else ""
+    duplicates = f"; {done.duplicates} were there, or twice in it" if done.duplicates else ""
     say(f"{done.runs} runs imported, {done.calls} model calls{duplicates}")
     if done.replaced:
         note(f'in {done.replaced} records half a character (a lone surrogate) became "?"')

@@ -166,8 +166,7 @@ def call_platform(
     """Call a job method of the root's platform. Raises NotFound, BadInput, SetupError."""
     home = root()
     full_id = named_job(home, job_id)
-    info = running(home)
-    if info is None:
+    if (info := running(home)) is None:
         raise SetupError(f"no platform runs on {home.root}: {_without_platform(home, full_id)}")
     return ask_once(client(info), lambda platform: method(platform, full_id))
 
@@ -179,7 +178,6 @@ def _without_platform(home: Home, job_id: str) -> str:
     status = read_status(home, job_id)
     if status.state in ("succeeded", "failed", "cancelled"):
         return f"{job_id} has {status.state} already"
-    at = f"it stands at step {status.step} of {status.steps}"
     if (pid := submitter(home)) is not None:
         return (
             f"`jobs submit` (pid {pid}) trains there. Ctrl-C in it, or kill -INT {pid}, saves the "
@@ -191,8 +189,8 @@ def _without_platform(home: Home, job_id: str) -> str:
             f"ends it for now; start `{command('up', home)}` to pause, resume or cancel it for good"
         )
     return (
-        f"nothing trains {job_id} now, {at}. `{command('up', home)}` goes on with it, and then "
-        "pauses, resumes or cancels it"
+        f"nothing trains {job_id} now, it stands at step {status.step} of {status.steps}. "
+        f"`{command('up', home)}` goes on with it, and then pauses, resumes or cancels it"
     )
 
 
@@ -228,7 +226,9 @@ def named_job(home: Home, given: str) -> str:
     if given in ids:
         return given
     if same := [job for job in ids if read_handover(JobJournal(home, job)).id == given]:
-        return same[-1]  # a scheduler may count from 1 again
+        if len(same) > 1:  # a scheduler may count from 1 again
+            note(f"{len(same)} jobs had the number {given}: this is the last, {same[-1]}")
+        return same[-1]
     matches = [job for job in ids if given and job.startswith((given, f"job-{given}"))]
     if len(matches) == 1:
         return matches[0]

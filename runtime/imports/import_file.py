@@ -194,8 +194,8 @@ async def import_file(
                 on_progress(done, source.done, source.size)
     if problem is not None:
         raise BadRecords(
-            f"{problem}\n{done.runs} runs were imported, {done.duplicates} were there already; the "
-            "same import of the mended file adds the rest",
+            f"{problem}\n{done.runs} runs were imported, {done.duplicates} were there, or twice in "
+            "it; the same import of the mended file adds the rest",
             param="file",
         )
     return replace(done, replaced=source.replaced)
