@@ -269,12 +269,9 @@ def explain_learning_rate(width: int, method: MethodName, hyper: Hyperparameters
     weights = "all weights" if hyper.lora is None else "adapters"
     start = " from scratch" if hyper.init == "random" else ""
     rule = f"{usual:g} for {method} of {weights}{start} at width {width}"
-    given = hyper.learning_rate
-    return (
-        f"by the rule {rule}"
-        if given in (None, usual)
-        else f"{given:g} as given; the rule says {rule}"
-    )
+    if (given := hyper.learning_rate) in (None, usual):
+        return f"by the rule {rule}"
+    return f"{given:g} as given; the rule says {rule}"
 
 
 class Layout(StrictRecord):
@@ -567,9 +564,10 @@ class JobStatus(Record):
     parent's. `update_ratio`: the norm of that change, by that of the weights in float32; None where
     these did not move. `warnings`: what was lost, or is likely not meant, in sentences.
     `agreement`: the distance of trainer and engine before the first step, on at most 128 samples
-    of the parent; None before it, and without such samples. `mean_metrics`: the method's measures,
-    as means over the tokens that the job trained on: of grpo its ratios and the shares clipped.
-    `versions`: those that it published while it trained, the oldest first; not the result.
+    of the parent; None before it, and without such samples. `differences`: the tokens where it is
+    largest: run, place in it, ours, theirs. `mean_metrics`: the method's measures, as means over
+    the tokens that the job trained on: of grpo its ratios and the shares clipped. `versions`: those
+    that it published while it trained, the oldest first; not the result.
     """
 
     id: str
@@ -594,6 +592,7 @@ class JobStatus(Record):
     update_ratio: float | None = None
     warnings: list[str] = Field(default_factory=list)
     agreement: LogprobDistance | None = None
+    differences: list[tuple[str, int, float, float]] = Field(default_factory=list)
     mean_metrics: dict[str, float] = Field(default_factory=dict)
     versions: list[JobVersion] = Field(default_factory=list)
     checkpoint: str | None = None

@@ -13,6 +13,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -49,7 +50,7 @@ def main(options: argparse.Namespace) -> None:
             )
             page.set_default_timeout(WAIT)
             page.goto(f"{url}/#/{address}")
-            take(page, options.to / f"{name}.webp")
+            take(page, options.to / f"{name}.webp", str(Path(options.source).resolve()))
             page.close()
         browser.close()
 
@@ -81,20 +82,51 @@ def screens(url: str) -> dict[str, str]:
     surprised = ask(url, f"trajectories?{query}")["data"][0]["id"]
     job = ask(url, "jobs")["data"][0]["id"]
     datasets = [one["id"] for one in ask(url, "datasets?limit=2")["data"]]
+    batch = make_batch(url)
     return {
         "overview": "overview",
+        "loops": "loop",
         "loop": f"loop/{loop}",
         "iteration": f"iteration/{loop}/{promoted[-1] if promoted else 1}",
+        "datasets": "dataset",
         "dataset": f"dataset/{datasets[0]}",
+        "dataset_comparison": f"dataset/{datasets[-1]}?against={datasets[0]}",
         "runs": "runs?q=" + urllib.parse.quote(f"loop:{loop} and reward>=1"),
         "tasks": "tasks?q=" + urllib.parse.quote(f"loop:{loop} and split:holdout"),
         "run": f"run/{better}",
         "tokens": f"run/{surprised}?t=0&mode=tokens&prompt=1",
         "compare": f"compare?a={worse}&b={better}",
+        "search": "search?q=calculator",
+        "jobs": "job",
         "job": f"job/{job}",
+        "replica": "replica/0",
+        "batches": "batch",
+        "batch": f"batch/{batch}",
+        "playground": f"playground?run={better}&t=0",
         "models": "models",
         "keys": "keys?span=quarter",
     }
+
+
+def make_batch(url: str) -> str:
+    """Answer a batch of two lines, one of which asks for a model that is absent; return its id."""
+    import openai
+
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    said = [{"role": "user", "content": "What is 472 * 385?"}]
+    lines = [
+        {"custom_id": model, "method": "POST", "url": "/v1/chat/completions",
+         "body": {"model": model, "messages": said, "max_tokens": 32}}
+        for model in (client.models.list().data[0].id.partition("@")[0], "absent")
+    ]  # fmt: skip
+    text = "\n".join(map(json.dumps, lines)).encode()
+    file = client.files.create(file=("questions.jsonl", text), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    while client.batches.retrieve(batch.id).status != "completed":
+        time.sleep(0.5)
+    return batch.id
 
 
 def find_pair(runs: list[dict[str, Any]]) -> tuple[str, str]:
@@ -118,14 +150,23 @@ def ask(url: str, path: str) -> Any:
         return json.load(answer)
 
 
-def take(page: "Page", target: Path) -> None:
+#: Write the root of the runs as `demo`, wherever the checkout is.
+SHORTEN = """root => {
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) texts.currentNode.data = texts.currentNode.data.replaceAll(root, 'demo');
+}"""
+
+
+def take(page: "Page", target: Path, root: str) -> None:
     """Write a picture of a page that has loaded everything."""
     from PIL import Image
 
     page.wait_for_function(
-        "() => document.querySelector('main') && !document.body.innerText.includes('Loading …')"
+        "() => document.querySelector('main') &&"
+        " !/Loading …|Reads the runs …/.test(document.body.innerText)"
     )
     page.wait_for_timeout(1500)  # until charts are drawn
+    page.evaluate(SHORTEN, root)
     picture = Image.open(io.BytesIO(page.screenshot()))
     picture.save(target, quality=QUALITY, method=6)
     print(target.relative_to(Path.cwd()) if target.is_relative_to(Path.cwd()) else target)

@@ -72,9 +72,7 @@ def watch(browser: "Browser") -> Iterator[Watch]:
 
 
 def opened(watch: Watch, file: Path, fragment: str = "", **options: Any) -> Watched:
-    page = watch(file.as_uri(), join="", **options)
-    page.open(fragment)
-    return page
+    return watch(file.as_uri(), join="", at=fragment, **options)
 
 
 @pytest.mark.parametrize(
@@ -89,16 +87,11 @@ def opened(watch: Watch, file: Path, fragment: str = "", **options: Any) -> Watc
     ],
 )
 def test_every_page_shows_and_is_accessible(everything: Path, watch: Watch, fragment: str) -> None:
-    scheme = "dark" if len(fragment) % 2 else "light"
-    viewport = {"width": 390, "height": 800}
-    page = opened(watch, everything, fragment, color_scheme=scheme, viewport=viewport)
+    page = opened(watch, everything, fragment, viewport={"width": 390, "height": 800})
     if "/run/" in fragment:
         page.page.wait_for_selector("article .message, article .tokens, article .json")
     assert len(page.text()) > 20 and not page.page.query_selector(".failure")
-    for width in (390, 1280):
-        page.page.set_viewport_size({"width": width, "height": 800})
-        assert page.page.evaluate("document.documentElement.scrollWidth") <= width
-        assert page.barriers() == []
+    page.check_layout()
 
 
 def test_the_list_is_walked_by_keys_and_leads_to_runs(everything: Path, watch: Watch) -> None:
@@ -172,14 +165,7 @@ def test_hostile_texts_neither_run_nor_break_the_page(
     assert everything.read_bytes().removeprefix(static_files.viewer()).isascii()
     page = opened(watch, everything)
     for name in HOSTILE:
-        page.open(f"#/run/hostile-{name}?mode={mode}&prompt=1")
-        page.page.wait_for_selector("article .message, article .tokens, article .json")
-        assert page.page.evaluate("window.broken") is None
-        assert not page.page.query_selector("main script, main img, main iframe, main object")
-        hidden = page.page.evaluate(
-            "/[\\u202a-\\u202e\\u2066-\\u2069\\u001b]/.test(document.body.innerText)"
-        )
-        assert hidden is False, name
+        page.check_hostile(f"#/run/hostile-{name}?mode={mode}&prompt=1")
 
 
 def test_texts_that_would_end_the_script_stay_within_it(tmp_path: Path, watch: Watch) -> None:
@@ -190,7 +176,9 @@ def test_texts_that_would_end_the_script_stay_within_it(tmp_path: Path, watch: W
     about = {"id": run_id, "run": facts, "rewards": [], "turns": 0, "bytes": 0}
     about |= {"target": evil, "metadata": {evil: evil}, "error": None}
     about |= {"included": 0, "window": html.WINDOW}
-    part = {"turns": [], "tokens": [], "closing": [{"role": "user", "content": evil}]}
+    call = {"id": "c", "type": "function", "function": {"name": "lookup", "arguments": evil}}
+    said = {"role": "user", "content": evil}, {"role": "assistant", "tool_calls": [call]}
+    part = {"turns": [], "tokens": [], "closing": said}
     scripts = [
         f'<script type="application/json" data-run>{html._plain(about)}</script>',
         html._script(run_id, "outline", html._pack({"data": []})),
@@ -201,6 +189,7 @@ def test_texts_that_would_end_the_script_stay_within_it(tmp_path: Path, watch: W
     page = opened(watch, file)
     page.page.wait_for_selector(".conversation .message")
     shown = page.page.inner_text(".conversation")
+    assert "lookup" in shown and "arguments" in shown
     assert "</script><script>window.broken = 1</script><!--<script>\ufffd" in shown
     assert page.page.evaluate("window.broken") is None
 

@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 PAGE = 256  # runs whose bodies are read at once
 FORGETTING = 1000  # runs forgotten in one append
 RECORDED_LATE = 10.0  # seconds from a call's time until it is in the index, at most
+ROUND = 80  # characters on each side of what a search found
 TRIES = 5  # to read events that compaction moves meanwhile
 
 Calls = Literal["full", "none"]
@@ -434,8 +435,8 @@ class Store(RunStatistics):
         needle = text.casefold()
         while some := list(islice(rows, PAGE)):
             runs = self._read([row.run_id for row in some], "none")
-            matches = {run.id for run in runs if _contains(run, needle)}
-            yield from (row for row in some if row.run_id in matches)
+            hits = {run.id: hit for run in runs if (hit := _find(run, needle)) is not None}
+            yield from (row._replace(found=hits[row.run_id]) for row in some if row.run_id in hits)
 
     def _read(self, run_ids: Sequence[str], calls: Calls) -> list[Run]:
         """Read runs, in this order; unreadable ones are left out and noted as problems."""
@@ -504,8 +505,11 @@ def _join(run_id: str, events: list[dict[str, Any]]) -> tuple[Run, list[str]]:
     return assemble(run_id, described, bodies["call"], bodies["reward"]), lost
 
 
-def _contains(run: Run, needle: str) -> bool:
-    """Tell whether a casefolded text is in the input, output or messages of a run."""
+def _find(run: Run, needle: str) -> str | None:
+    """Return what stands round a casefolded text in the input, output or messages of a run."""
     output = run.output if isinstance(run.output, str) else dump_json(run.output).decode()
-    texts = [run.input, output, *map(text_of, run.trajectory.messages)]
-    return any(needle in text.casefold() for text in texts)
+    for text in (run.input, output, *map(text_of, run.trajectory.messages)):
+        if (at := (folded := text.casefold()).find(needle)) >= 0:
+            whole = text if len(text) == len(folded) else folded  # "ß" is folded to two letters
+            return whole[max(0, at - ROUND) : at + len(needle) + ROUND]
+    return None

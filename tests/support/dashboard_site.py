@@ -19,10 +19,12 @@ from cray_agents import GRPO, Agent, Platform, PromotionTest, Task
 from cray_agents.config.settings import PriceSettings
 from cray_agents.iteration import Iteration
 from cray_agents.paths import Home
+from cray_agents.records import Manifest
 from cray_agents.runtime.accounting.ledger import HeldDevices, LedgerFile, LedgerLine, keep_ledger
 from cray_agents.runtime.batches.worker import run_worker
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.pool.pool import Pool
+from cray_agents.runtime.registry.registry import Registry
 from cray_agents.tools.calculator import calculator
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.models.seed_model import make_seed_model
@@ -48,6 +50,7 @@ HOSTILE = {
 }
 LONG_RUN, LONG_TURNS = "run-long", 120
 LOOP = "lucky"  # of two iterations: the first promotes, the second does not
+DEEP = "support-agent", 18  # a name, and its versions, each trained from the one before
 BATCH_LINES, BAD_LINES = 12, 2
 
 
@@ -71,6 +74,7 @@ async def _rest(site: Platform, home: Path) -> None:
     await _demonstrations(site, home.parent / "seed")
     await _train(site, Home(home))
     await _batch(site, home)
+    _deep(Home(home))
     for number, loop in enumerate(("sums",) * 3 + ("shuffled",) * 3):
         number %= 3
         record = Iteration(
@@ -89,28 +93,14 @@ async def _rest(site: Platform, home: Path) -> None:
 
 async def _agents(site: Platform) -> None:
     """Runs of an agent with a tool on eight tasks, two attempts each, scored."""
-    agent = Agent(
-        name="clerk",
-        instructions="Use the tool.",
-        tools=[calculator],
-        model="m",
-        engine=site.engine(),
-        max_turns=3,
-    )
+    agent = Agent(name="clerk", instructions="Use the tool.", tools=[calculator], model="m",
+                  engine=site.engine(), max_turns=3)  # fmt: skip
     for number in range(8):
-        task = Task(
-            input=f"{number} + {number + 1}",
-            target=str(2 * number + 1),
-            metadata={"level": number},
-        )
+        question, target = f"{number} + {number + 1}", str(2 * number + 1)
+        task = Task(input=question, target=target, metadata={"level": number})
         for attempt in range(2):
-            run = await agent.run(
-                task,
-                run_id=f"run-{number}-{attempt}",
-                loop="sums",
-                iteration=number % 3,
-                attempt=attempt,
-            )
+            run = await agent.run(task, run_id=f"run-{number}-{attempt}", loop="sums",
+                                  iteration=number % 3, attempt=attempt)  # fmt: skip
             right = f" {task.target}." in str(run.output)
             value = float(right and attempt == 0)
             why = f"expected {task.target}"
@@ -158,7 +148,9 @@ def _run_for_a_while(journal: JobJournal, place: int) -> None:
     journal.event("started", attempt=1, from_step=0, left_out=0)
     journal.event("agreement", tokens=120, max_difference=0.004, mean_difference=1e-5,
                   p99_difference=1e-3, kl=1e-6, limit=0.01, run_id="run-3-0", place=place,
-                  ours=-1.0, theirs=-1.004)  # fmt: skip
+                  ours=-1.0, theirs=-1.004,
+                  largest=[("run-3-0", place, -1.0, -1.004), ("run-4-0", place + 1, -2.0, -2.0)],
+                  )  # fmt: skip
     for step in range(1, 11):
         journal.event("step", step=step, loss=2 - step / 10, tokens=64, tokens_per_second=32.0,
                       seconds=2.0)  # fmt: skip
@@ -187,7 +179,7 @@ def _sample_hardware(home: Home, job_id: str) -> None:
 
 
 def _loop(site: Platform) -> None:
-    """Two iterations of a loop with a real decision each; what served before serves again."""
+    """Two iterations of a loop with a real decision each."""
     test = PromotionTest(hidden=0.2, batch=16, guard="kind")
     tasks = some_tasks(train=24)
     for number, task in enumerate(tasks):
@@ -203,24 +195,26 @@ def _loop(site: Platform) -> None:
         target=0.95,
     )
     list(loop.run_sync(2))
-    asyncio.run(site.rollback("m", 1, who="test", reason="as before"))
+
+
+def _deep(home: Home) -> None:
+    name, count = DEEP
+    for n in range(count):
+        made = Manifest(files={}, weights_sha256=f"{n}", parent_sha256=f"{n - 1}")
+        (folder := home.checkpoint(f"{name}-{n}")).mkdir()
+        (folder / "manifest.json").write_bytes(checksums.record_text(made))
+        Registry(home).register(name, folder.name, made)
 
 
 async def _batch(site: Platform, home: Path) -> None:
     """A batch that is answered, with lines that fail."""
     client = openai.AsyncOpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0)
+    messages = [{"role": "user", "content": HOSTILE["script"]}]
     lines = [
-        {
-            "custom_id": f"line-{number}",
-            "method": "POST",
-            "url": "/v1/chat/completions",
-            "body": {
-                "model": "absent" if number < BAD_LINES else "m",
-                "messages": [{"role": "user", "content": HOSTILE["script"]}],
-            },
-        }
-        for number in range(BATCH_LINES)
-    ]
+        {"custom_id": f"line-{n}", "method": "POST", "url": "/v1/chat/completions",
+         "body": {"model": "absent" if n < BAD_LINES else "m", "messages": messages}}
+        for n in range(BATCH_LINES)
+    ]  # fmt: skip
     text = "\n".join(map(json.dumps, lines)).encode()
     worker = asyncio.create_task(run_worker(Home(home), site.url, window=4))
     try:

@@ -23,6 +23,14 @@ AXE = Path(__file__).parents[2] / "ui" / "node_modules" / "axe-core" / "axe.min.
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 BUILT = (static_files.STATIC / "index.html").is_file()
 MOST_NODES = 3000
+#: What is wider than its place: the page, or text with a digit that is cut. Of people's texts
+#: (`dir=auto`) the beginning may be shown.
+TOO_WIDE = """async () => {
+  await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
+  return [...document.querySelectorAll('html, main, main *')].filter(one =>
+    one.scrollWidth > one.clientWidth + 1 && (one.matches('html, main') || /\\d/.test(one.innerText)
+    && ['hidden', 'clip'].includes(getComputedStyle(one).overflowX)
+    && !one.closest('[dir=auto], .visually-hidden'))).map(one => one.outerHTML.slice(0, 200)) }"""
 WAIT = 120_000  # milliseconds: a busy machine is slow
 FLAGS = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -55,7 +63,8 @@ class Watched:
 
     def settle(self) -> None:
         self.page.wait_for_function(
-            "() => document.querySelector('main') && !document.body.innerText.includes('Loading …')"
+            "() => document.querySelector('main') &&"
+            " !/Loading …|Reads the runs …/.test(document.body.innerText)"
         )
 
     def text(self) -> str:
@@ -63,6 +72,25 @@ class Watched:
 
     def wait_for(self, text: str) -> None:
         self.page.get_by_text(text).first.wait_for()
+
+    def check_hostile(self, fragment: str) -> None:
+        """Check that a run whose text would be more is shown, and is text."""
+        self.open(fragment)
+        self.page.wait_for_selector("article .message, article .tokens, article .json")
+        assert self.page.evaluate("window.broken") is None
+        assert not self.page.query_selector("main script, main img, main iframe, main object")
+        assert self.page.evaluate("document.querySelectorAll('*').length") <= MOST_NODES
+        hidden = "/[\\u202a-\\u202e\\u2066-\\u2069\\u001b]/.test(document.body.innerText)"
+        assert self.page.evaluate(hidden) is False, fragment
+
+    def check_layout(self) -> None:
+        """Check that the page fits and is accessible on three widths, in both themes."""
+        for dark in (False, True):
+            self.page.emulate_media(color_scheme="dark" if dark else "light")
+            for width in (390, 1024, 1440):
+                self.page.set_viewport_size({"width": width, "height": 800})
+                assert (width, self.page.evaluate(TOO_WIDE)) == (width, [])
+            assert self.barriers() == []
 
     def barriers(self) -> list[Any]:
         """What axe finds against WCAG 2.1 AA; nothing where the build's packages are absent."""
@@ -106,7 +134,7 @@ def watching(browser: "Browser") -> Iterator[Callable[..., Watched]]:
     """A maker of pages, each in a profile of its own; at the end they are checked and closed."""
     pages: list[Watched] = []
 
-    def make(url: str, *, join: str = "/", **options: Any) -> Watched:
+    def make(url: str, *, join: str = "/", at: str | None = None, **options: Any) -> Watched:
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
         context.set_default_timeout(WAIT)
         page = context.new_page()
@@ -126,6 +154,8 @@ def watching(browser: "Browser") -> Iterator[Callable[..., Watched]]:
             ),
         )
         pages.append(watched)
+        if at is not None:
+            watched.open(at)
         return watched
 
     yield make

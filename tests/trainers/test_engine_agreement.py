@@ -97,11 +97,11 @@ def test_the_largest_difference_is_found_and_refused_above_the_limit() -> None:
     assert found.distance.kl == pytest.approx(kl)
     assert (found.distance.tokens_above, found.distance.sequences_above) == (0, 0)
     event = {"event": "agreement", "time": 1.0, **found.event(LogprobLimits(max=0.5))}
-    worst = (found.run_id, found.place, found.ours, found.theirs)
-    assert distance_in(event) == found.distance.model_copy(update={"worst": worst})
+    assert distance_in(event) == found.distance.model_copy(update={"worst": found.largest[0]})
     older = {name: event[name] for name in event if name not in ("kl", "p99_difference")}
     assert distance_in(older) is None
-    assert (found.run_id, found.place, found.ours, found.theirs) == ("run-1", 4, -2.5, -3)
+    assert found.largest[0] == event["largest"][0] == ("run-1", 4, -2.5, -3)
+    assert [abs(ours - theirs) for *_, ours, theirs in found.largest] == [0.5, 0.25, 0, 0, 0, 0]
     found.refuse(LogprobLimits(max=0.5))
     with pytest.raises(JobError, match=r"for token 4 of run-1 .* -2.5000, .* -3.0000; the limit"):
         found.refuse(LogprobLimits(max=0.49))

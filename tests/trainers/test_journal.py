@@ -56,12 +56,13 @@ def test_a_jobs_measures_are_means_over_its_tokens(journal: JobJournal) -> None:
     assert mean_measures(journal.events()) == {"clip_fraction": 0.4375, "engine_kl": 1e-3}
     journal.event("agreement", tokens=5, max_difference=0.1, mean_difference=0.01,
                   p99_difference=0.05, kl=1e-4, run_id="run", place=7, ours=-1.0,
-                  theirs=-1.5)  # fmt: skip
+                  theirs=-1.5, largest=[("run", 7, -1.0, -1.5)])  # fmt: skip
     status = read_status(journal.home, journal.job_id)
     assert status.mean_metrics["clip_fraction"] == 0.4375
     found = LogprobDistance(tokens=5, mean=0.01, p99=0.05, max=0.1, kl=1e-4)
     worst = ("run", 7, -1.0, -1.5)
     assert status.agreement == found.model_copy(update={"worst": worst})
+    assert status.differences == [worst]
 
 
 def test_numbers_that_are_not_finite_are_null_and_named(journal: JobJournal) -> None:

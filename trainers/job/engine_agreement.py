@@ -25,6 +25,7 @@ from cray_agents.trainers.data.samples import Floats, Ints, Samples
 from cray_agents.training_jobs import JobSpec
 
 MOST = 128  # samples compared, at most
+KEPT = 20  # tokens that a job keeps, of those that differ most
 FLOAT32_LIMIT = 0.01  # nats, of the largest difference
 CAP = 2.0  # the usual importance_cap
 LARGEST = 20.0  # log of a ratio, as in methods/grpo.py
@@ -32,13 +33,10 @@ LARGEST = 20.0  # log of a ratio, as in methods/grpo.py
 
 @dataclass(frozen=True)
 class Agreement:
-    """Differences between trainer and engine in nats. `run_id`, `place`: the worst token's."""
+    """Differences between trainer and engine in nats. `largest`: run, place, ours and theirs."""
 
     distance: LogprobDistance
-    run_id: str
-    place: int
-    ours: float
-    theirs: float
+    largest: list[tuple[str, int, float, float]]
 
     def event(self, limits: LogprobLimits) -> dict[str, Any]:
         """Return the fields of the journal's event `agreement`."""
@@ -52,10 +50,8 @@ class Agreement:
             "kl": distance.kl,
             "tokens_above": distance.tokens_above,
             "sequences_above": distance.sequences_above,
-            "run_id": self.run_id,
-            "place": self.place,
-            "ours": self.ours,
-            "theirs": self.theirs,
+            **dict(zip(("run_id", "place", "ours", "theirs"), self.largest[0], strict=True)),
+            "largest": self.largest,
             "limit": limits.max or limits.p99,
             "mean_limit": limits.mean,
             "argmax_limit": limits.equal_argmax,
@@ -67,6 +63,7 @@ class Agreement:
         if not limits.exceeded(self.distance):
             return
         tokens, mean, p99 = self.distance.tokens, self.distance.mean, self.distance.p99
+        run, place, ours, theirs = self.largest[0]
         if limits.max is not None:
             measured = f"; the limit is {limits.max:g}, and the mean difference {mean:.4g} over"
             measured += f" {tokens} tokens"
@@ -77,9 +74,9 @@ class Agreement:
                 measured += f", and {equal:.4g} of the greedy ones are the trainer's most likely"
             measured += f"; the limits are {limits}"
         raise JobError(
-            f"trainer and engine do not agree on the parent's weights: for token {self.place} of"
-            f" {self.run_id} the trainer computes a log-probability of {self.ours:.4f}, and the"
-            f" engine recorded {self.theirs:.4f}{measured}. Either other weights answered"
+            f"trainer and engine do not agree on the parent's weights: for token {place} of {run}"
+            f" the trainer computes a log-probability of {ours:.4f}, and the engine recorded"
+            f" {theirs:.4f}{measured}. Either other weights answered"
             " under the parent's name, or the engine's options (engine_args: quantization) make"
             " another distribution of them. If an engine in bfloat16 sampled, and no platform knows"
             " it, say so: --set engine_dtype=bfloat16. If the difference is meant, raise the limit:"
@@ -92,12 +89,10 @@ def select_sampled(
 ) -> tuple[Samples, list[int]]:
     """Select at most `most` samples, evenly chosen, masked to their comparable tokens.
 
-    Return them, and their places in `samples`.
-
-    Comparable are trained tokens that a version of `parents` (places in `samples.versions`) sampled
-    at `temperature`, with no other setting that changes the distribution, such as top_p. Greedy
-    tokens count as sampled at 1: vLLM's log-probabilities of them are those at 1. The result
-    may be empty.
+    Return them, and their places in `samples`; there may be none. Comparable are trained tokens
+    that a version of `parents` (places in `samples.versions`) sampled at `temperature`, with no
+    other setting that changes the distribution, such as top_p. Greedy tokens count as sampled at 1:
+    vLLM's log-probabilities of them are those at 1.
     """
     at = samples.temperatures
     plain = ~samples.shaped & (np.isclose(at, temperature) | ((at == 0) & (temperature == 1)))
@@ -134,9 +129,10 @@ def compare(
     if not len(samples):
         return None
     places = [1 + np.flatnonzero(mask[1:]) for mask in samples.masks]
+    at = np.concatenate(places)
     theirs = np.concatenate([row[at] for row, at in zip(samples.sampled, places, strict=True)])
     mine = np.concatenate(list(ours)).astype(np.float64)
-    worst = int(np.abs(mine - theirs).argmax())  # numpy treats nan as the largest
+    worst = np.abs(mine - theirs).argsort()[: -KEPT - 1 : -1]  # numpy treats nan as the largest
     equal: list[bool] = []
     if tops is not None:
         for i in np.flatnonzero(samples.temperatures == 0):
@@ -146,10 +142,9 @@ def compare(
     disagreement = disagreement_of((mine - theirs)[drawn], of[drawn]) if drawn.any() else {}
     return Agreement(
         distance=measure(mine, theirs, equal).model_copy(update=disagreement),
-        run_id=samples.run_ids[of[worst]],
-        place=int(np.concatenate(places)[worst]),
-        ours=float(mine[worst]),
-        theirs=float(theirs[worst]),
+        largest=[
+            (samples.run_ids[of[n]], int(at[n]), float(mine[n]), float(theirs[n])) for n in worst
+        ],
     )
 
 

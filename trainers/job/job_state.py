@@ -239,10 +239,11 @@ def describe(journal: JobJournal, spec: JobSpec, state: JobState) -> JobStatus:
 
 
 def _disagreement(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return `agreement` and `mean_metrics` of a JobStatus."""
-    agreements = [distance_in(event) for event in events if event["event"] == "agreement"]
+    """Return `agreement`, `differences` and `mean_metrics` of a JobStatus."""
+    last = ([event for event in events if event["event"] == "agreement"] or [{}])[-1]
     return {
-        "agreement": agreements[-1] if agreements else None,
+        "agreement": (found := distance_in(last)),
+        "differences": last.get("largest", []) if found else [],
         "mean_metrics": mean_measures(events),
     }
 

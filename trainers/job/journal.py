@@ -44,7 +44,7 @@ The training process and the trainers that watch it share this module. Events ar
                 (null below a hundred of them); kl, tokens_above, sequences_above: see
                 LogprobDistance (null if all tokens are greedy); limit (of the maximum in float32,
                 of the 99th percentile in bfloat16), mean_limit and argmax_limit (null in float32),
-                agrees; run_id, place, ours, theirs: of the token that differs most
+                agrees; run_id, place, ours, theirs: of the worst token; largest: of the 20 worst
     step        step (counted from 1), loss (nats), lr, grad_norm, tokens (trained on), seconds,
                 tokens_per_second (all tokens read), mfu (fraction; of GPUs whose peak is known),
                 communication (of several ranks: the fraction of the step in which the first one

@@ -19,10 +19,9 @@ class RunFacts(NamedTuple):
 
     `rewards` are (name, source, value, turn), the newest of each name, source and turn, without the
     findings of scanners, which are among the `tags`. `reward` is their sum; None if there are none,
-    or if computing one failed. `given` are the newest rewards of
-    each giver, (..., giver, time), if any came with an API key. `rewards_of_givers` of records.py
-    selects some of them. A run without a description (`described` false) gets its facts from its
-    calls. Times are in unix seconds.
+    or if computing one failed. `given` are the newest rewards of each giver, (..., giver, time), if
+    any came with an API key. `rewards_of_givers` of records.py selects some of them. A run without
+    a description (`described` false) gets its facts from its calls. Times are in unix seconds.
     """
 
     run_id: str
@@ -54,6 +53,7 @@ class RunFacts(NamedTuple):
     redacted: bool
     owner: str
     given: tuple[GivenReward, ...] = ()
+    found: str = ""  # of a run in an answer to a search: the words, and those round them
 
     @property
     def version(self) -> str:

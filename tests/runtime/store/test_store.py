@@ -408,6 +408,8 @@ async def test_text_is_found_in_what_was_said(home: Home) -> None:
     def ids(text: str) -> list[str]:
         return [run.id for run in store.runs(RunQuery(text=text))]
 
+    assert next(store.facts(RunQuery(text="STRASSE"))).found == "where is the strasse?"
+    assert next(store.facts(RunQuery(text="zÜrich"))).found == '{"city":"Zürich"}'
     assert ids("STRASSE") == ["a"] and ids("zÜrich") == ["b"] and ids("2+2") == ["a", "b", "c"]
     with pytest.raises(BadInput, match="text"):
         store.stats(RunQuery(text="where is"))

@@ -1,11 +1,14 @@
-/** Agreed: what the log-probabilities of trainer and sampler differ by, in a sentence, with the worst token. */
+/** Agreed: what the log-probabilities of trainer and sampler differ by, in a sentence and by token. */
 import type { components } from "../lib/openapi";
-import { number, oneLine } from "../lib/format";
+import { number, oneLine, signed } from "../lib/format";
 import { isDemonstration } from "../lib/run_list";
 import { features } from "../lib/session";
 import { ScreenLink } from "./screen_link";
+import { Table } from "./table";
 
-export function Agreed({ job }: { job: components["schemas"]["JobStatus"] }) {
+type Job = components["schemas"]["JobStatus"];
+
+export function Agreed({ job }: { job: Job }) {
   const { agreement } = job;
   const [run, place, ours, theirs] = agreement?.worst ?? [];
   if (!agreement) return null;
@@ -16,16 +19,37 @@ export function Agreed({ job }: { job: components["schemas"]["JobStatus"] }) {
       {run && !isDemonstration(run) && (
         <>
           {" "}
-          Most at{" "}
-          <ScreenLink
-            to={["run", run]}
-            params={{ mode: "tokens", tok: place, color: features.value.includes("score") ? "delta" : null }}
-          >
-            token {place} of {oneLine(run, 40)}
-          </ScreenLink>
-          : {number(ours)} by the trainer, {number(theirs)} when it was sampled.
+          Most at <TokenLink run={run} place={place!} />: {number(ours)} by the trainer, {number(theirs)} when it was sampled.
         </>
       )}
     </>
+  );
+}
+
+function TokenLink({ run, place }: { run: string; place: number }) {
+  return (
+    <ScreenLink to={["run", run]} params={{ mode: "tokens", tok: place, color: features.value.includes("score") ? "delta" : null }}>
+      token {place} of {oneLine(run, 40)}
+    </ScreenLink>
+  );
+}
+
+/** The tokens at which trainer and sampler differed most, the worst first. */
+export function Differences({ of }: { of: NonNullable<Job["differences"]> }) {
+  if (!of.length) return null;
+  return (
+    <section class="card low" tabIndex={0} role="region" aria-label="Where trainer and sampler differ most">
+      <h2>Where trainer and sampler differ most</h2>
+      <Table
+        label="Tokens"
+        heads={["token", "trainer#", "sampled#", "difference#"]}
+        rows={(of as [string, number, number, number][]).map(([run, place, ours, theirs]) => [
+          isDemonstration(run) ? oneLine(run, 40) : <TokenLink run={run} place={place} />,
+          number(ours),
+          number(theirs),
+          signed(ours - theirs),
+        ])}
+      />
+    </section>
   );
 }

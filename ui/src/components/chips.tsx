@@ -11,10 +11,10 @@ export interface NamedValue {
 
 export function RewardChip({ name, value, source, turn }: NamedValue) {
   const tone = value >= 1 ? "good" : value <= 0 ? "bad" : "fair";
-  const of = turn === null || turn === undefined ? "" : ` of turn ${turn}`;
+  const of = turn === null || turn === undefined ? "" : ` of turn ${turn + 1}`;
   return (
     <span class={`chip reward ${tone}`} title={`${plainTitle(name)}${of}, given by ${plainTitle(source ?? "")}`}>
-      <span class="name">{oneLine(name, 30)}</span> <span>{number(value)}</span>
+      <span class="name" dir="auto">{oneLine(name, 30)}</span> <span>{number(value)}</span>
     </span>
   );
 }

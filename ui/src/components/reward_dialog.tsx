@@ -55,7 +55,7 @@ export function RewardDialog(props: RewardProps) {
         {props.turn !== undefined && (
           <label>
             <input type="checkbox" checked={ofTurn} onChange={(event) => setOfTurn(event.currentTarget.checked)} /> of
-            turn {props.turn} alone
+            turn {props.turn + 1} alone
           </label>
         )}
       </div>

@@ -79,7 +79,7 @@ export function Details(props: {
               <RewardChip name={one.name} value={one.value} source={one.source} turn={one.turn} />{" "}
               <span class="quiet">
                 {one.turn !== null && one.turn !== undefined && (
-                  <a href={href(["run", outline.id], { t: one.turn })}>turn {one.turn}</a>
+                  <a href={href(["run", outline.id], { t: one.turn })}>turn {one.turn + 1}</a>
                 )}{" "}
                 {oneLine(one.source ?? "", 40)} {oneLine(one.giver ?? "", 40)}
               </span>
@@ -91,7 +91,7 @@ export function Details(props: {
       )}
       {turn && mark && (
         <section class="card">
-          <h2>Turn {turn.n}</h2>
+          <h2>Turn {turn.n + 1}</h2>
           <Facts
             of={[
               ["version", <Version id={turn.model} />],

@@ -16,7 +16,7 @@ export function OutlineList({ outline, at, goTo }: { outline: Outline; at: numbe
     if (!words.length) return outline.data;
     return outline.data.filter((mark) => {
       const line = [
-        mark.n,
+        mark.n + 1,
         ...(mark.tools ?? []),
         mark.model ?? "",
         mark.finish ?? "",
@@ -56,7 +56,7 @@ export function OutlineList({ outline, at, goTo }: { outline: Outline; at: numbe
               >
                 <span class="line">
                   <span>
-                    {mark.n} {oneLine((mark.tools ?? []).join(", ") || mark.finish || (mark.missing ? "not recorded" : ""), 60)}
+                    {mark.n + 1} {oneLine((mark.tools ?? []).join(", ") || mark.finish || (mark.missing ? "not recorded" : ""), 60)}
                     {(mark.calls ?? 0) > (mark.tools?.length ?? 0) && ` +${(mark.calls ?? 0) - (mark.tools?.length ?? 0)}`}
                   </span>
                   {(mark.seams?.length ?? 0) > 0 && <span class="chip bad">seam</span>}

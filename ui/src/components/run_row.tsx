@@ -3,11 +3,13 @@ import { compact, NONE, number, oneLine, seconds, time } from "../lib/format";
 import type { RunFacts } from "../lib/records";
 import { href } from "../lib/route";
 import { RewardChip } from "./chips";
+import { THINK } from "./message";
 
 export function RunHead() {
   return (
-    <div class="run-row run-head" aria-hidden="true">
+    <div class="run-row answered run-head" aria-hidden="true">
       <span>input</span>
+      <span class="answer">answer</span>
       <span>reward</span>
       <span class="minor">version</span>
       <span class="minor number">turns</span>
@@ -21,10 +23,13 @@ export function RunHead() {
 export function RunRow({ run, selected, marked = false }: { run: RunFacts; selected: boolean; marked?: boolean }) {
   const unknown = run.imported !== null && run.calls === 0; // its calls are not here: no 0
   return (
-    <a class={`run-row ${selected ? "selected" : ""}`} href={href(["run", run.id])}>
+    <a class={`run-row answered ${selected ? "selected" : ""}`} href={href(["run", run.id])}>
       <span dir="auto">
         {marked && "✓ "}
         {oneLine(run.input, 160) || <span class="hint">{oneLine(run.id)}</span>}
+      </span>
+      <span class="answer" dir="auto">
+        {oneLine((run.output ?? "").replace(THINK, ""), 120) || NONE}
       </span>
       <span class="chips">
         {run.rewards.slice(0, 3).map(([name, source, value, turn], n) => (

@@ -125,18 +125,18 @@ export function RunView({ outline, params, version = 0, retry, actions, keys }: 
             row={(n) => {
               const turn = windows.turn(n);
               return (
-                <article class={`turn ${n === at ? "selected" : ""}`} aria-label={`turn ${n}`}>
+                <article class={`turn ${n === at ? "selected" : ""}`} aria-label={`turn ${n + 1}`}>
                   {!turn ? (
-                    <p class="hint">turn {n} …</p>
+                    <p class="hint">turn {n + 1} …</p>
                   ) : mode === "tokens" ? (
                     n === at ? (
                       <>
-                        <header>turn {n}, its exact tokens</header>
+                        <header>turn {n + 1}, its exact tokens</header>
                         <TokenPanel id={id} n={n} params={params} token={token} version={turn.model} />
                       </>
                     ) : (
                       <header>
-                        <a href={link(n)}>turn {n}</a> {compact(turn.prompt_tokens)} → {compact(turn.sampled_tokens)} tokens
+                        <a href={link(n)}>turn {n + 1}</a> {compact(turn.prompt_tokens)} → {compact(turn.sampled_tokens)} tokens
                       </header>
                     )
                   ) : (

@@ -11,7 +11,7 @@ export function TokenPanel(props: { id: string; n: number; params: URLSearchPara
   const { id, n, params, token, version } = props;
   const measure = (params.get("color") as Measure | null) ?? "logprob";
   const prompt = params.get("prompt") === "1";
-  const other = params.get("against") ?? version ?? "";
+  const other = params.get("against"); // an engine is asked when the address says so, for it may have to load the version
   const tokens = useResource(
     (signal) =>
       get("/v1/trajectories/{run_id}/turns/{number}/tokens", {
@@ -34,7 +34,7 @@ export function TokenPanel(props: { id: string; n: number; params: URLSearchPara
         : Promise.resolve(undefined),
     [id, n, scored, other],
   );
-  const [text, setText] = useState(other);
+  const [text, setText] = useState(other ?? version ?? "");
   return (
     <>
       <div class="row">
@@ -75,6 +75,7 @@ export function TokenPanel(props: { id: string; n: number; params: URLSearchPara
         <Legend measure={measure} />
       </div>
       {scored && score.error && <Failure error={score.error} retry={score.reload} />}
+      {scored && !other && <p class="hint">"Score" asks an engine, which first loads the version if no replica holds it.</p>}
       {scored && other && score.loading && <p class="hint">An engine scores the tokens …</p>}
       <Loaded of={tokens}>
         {(data) => (

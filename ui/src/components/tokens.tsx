@@ -12,8 +12,8 @@ export type Measure = "logprob" | "delta" | "entropy" | "trained" | "advantage";
 
 export const MEASURES: Record<Measure, string> = {
   logprob: "log-probability when sampled",
-  delta: "log-probability by a version, minus that when sampled",
-  entropy: "entropy by a version (a lower bound, from its top tokens)",
+  delta: "log-probability by an engine now, minus that when sampled",
+  entropy: "entropy by an engine now (a lower bound, from its top tokens)",
   trained: "trained on, or masked",
   advantage: "advantage",
 };
@@ -150,7 +150,7 @@ export function Legend({ measure }: { measure: Measure }) {
   const names = measure === "delta" || measure === "advantage" ? ["cool5", "cool3", "cool1", "heat0", "heat1", "heat3", "heat5"] : [0, 1, 2, 3, 4, 5].map((n) => `heat${n}`);
   const ends = {
     logprob: ["certain", "surprising"],
-    delta: ["likelier by that version", "less likely"],
+    delta: ["likelier by the engine now", "less likely"],
     entropy: ["certain", "open"],
     advantage: ["made likelier", "less likely"],
   }[measure];

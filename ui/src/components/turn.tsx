@@ -26,7 +26,7 @@ export function TurnView(props: { turn: ShownTurn; before: ShownTurn | undefined
   return (
     <>
       <header>
-        <a href={link}>turn {turn.n}</a>
+        <a href={link}>turn {turn.n + 1}</a>
         {shown.meta && (
           <>
             <span>{oneLine(turn.model ?? "no recorded call", 60)}</span>

@@ -26,6 +26,11 @@ export function told(value: unknown): string {
   return typeof value === "string" ? value : (JSON.stringify(value) ?? "");
 }
 
+/** Return the method of a loop, with that of its jobs where these call it otherwise. */
+export function loopMethod(method: string | null | undefined): string {
+  return method === "rft" ? "rft (sft on good runs)" : oneLine(method ?? NONE, 30);
+}
+
 export function compact(value: number | null | undefined): string {
   return value === null || value === undefined ? NONE : Math.abs(value) < 10_000 ? NUMBER.format(value) : COMPACT.format(value);
 }

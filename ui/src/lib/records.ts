@@ -27,6 +27,8 @@ export interface RunFacts {
   sampled_tokens: number;
   input: string;
   output: string;
+  /** Of an answer to a search: the words, and those round them. */
+  found?: string;
 }
 
 /** A message of OpenAI's chat shape, as far as it is shown. */

@@ -89,12 +89,12 @@ function Turns({ data, at }: { data: Differences; at: number }) {
     <>
       <div class="row">
         {data.fields.slice(0, 8).map((field) => (
-          <span class="chip" key={String(field.name)}>
+          <span class="chip long" key={String(field.name)}>
             {oneLine(String(field.name), 30)}: {oneLine(JSON.stringify(field.one) ?? "", 40)} → {oneLine(JSON.stringify(field.other) ?? "", 40)}
           </span>
         ))}
         {data.rewards.slice(0, 6).map((reward, n) => (
-          <span class="chip fair" key={n}>
+          <span class="chip fair long" key={n}>
             {oneLine(String(reward.name), 30)} {number(reward.one as number | null)} → {number(reward.other as number | null)}
           </span>
         ))}
@@ -129,7 +129,7 @@ function Turns({ data, at }: { data: Differences; at: number }) {
           const pair = data.turns[n];
           if (!pair) return null;
           return (
-            <article class={`turn ${n === chosen ? "selected" : ""}`} aria-label={`pair ${n}`}>
+            <article class={`turn ${n === chosen ? "selected" : ""}`} aria-label={`pair ${n + 1}`}>
               <header>
                 {pair.same ? "same" : pair.differs.map((one) => <span class="chip fair" key={one}>{oneLine(one, 30)}</span>)}
               </header>
@@ -163,11 +163,11 @@ function Side(props: { run: string; n: number | null | undefined; windows: TurnW
   }, [n]);
   if (n === null || n === undefined) return <p class="hint">no such turn</p>;
   const text = textOf(windows, n);
-  if (text === undefined || other === undefined) return <p class="hint">turn {n} …</p>;
+  if (text === undefined || other === undefined) return <p class="hint">turn {n + 1} …</p>;
   const pieces = side === "left" ? diff(text, other) : diff(other, text);
   return (
     <div>
-      <a href={href(["run", run], { t: n })}>turn {n}</a>
+      <a href={href(["run", run], { t: n })}>turn {n + 1}</a>
       <div class="diff" dir="auto">
         {pieces
           .filter((piece) => piece.kind === "same" || piece.kind === side)

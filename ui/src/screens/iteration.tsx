@@ -70,7 +70,7 @@ export default function IterationScreen({ path, params }: ScreenProps) {
           <div class="section">
             <div class="cards">
               <DecisionCard detail={data} />
-              <WealthCard detail={data} />
+              <EvidenceCard detail={data} />
               <GuardsCard detail={data} />
               <TrainingSet record={data.record} />
               <Groups loop={loop} iteration={count} />
@@ -144,7 +144,7 @@ function DecisionCard({ detail }: { detail: Detail }) {
   );
 }
 
-function WealthCard({ detail }: { detail: Detail }) {
+function EvidenceCard({ detail }: { detail: Detail }) {
   const { curve } = detail;
   return (
     <section class="card">
@@ -152,7 +152,7 @@ function WealthCard({ detail }: { detail: Detail }) {
       {curve ? (
         <>
           <Chart
-            title="wealth"
+            title="evidence"
             axis="pairs"
             points={curve.points as [number, number][]}
             limit={curve.limit}
@@ -355,7 +355,7 @@ function PairTable({ rows, chosen }: { rows: Pair[]; chosen: number }) {
   return (
     <Table
       label="Pairs of runs"
-      heads={["n#", "task", "tag", "incumbent#", "candidate#", "outcome", "wealth#", "both"]}
+      heads={["n#", "task", "tag", "incumbent#", "candidate#", "outcome", "evidence#", "both"]}
       selected={chosen}
       rows={rows.map((one) => [
         number(one.n),

@@ -3,7 +3,7 @@ import type { ComponentChildren } from "preact";
 import { useState } from "preact/hooks";
 import { costOf, devices } from "../components/account";
 import { Action } from "../components/action";
-import { Agreed } from "../components/agreed";
+import { Agreed, Differences } from "../components/agreed";
 import { Chart } from "../components/chart";
 import { JobState, Version } from "../components/chips";
 import { CopyAs, quoted } from "../components/copy_as";
@@ -169,6 +169,7 @@ function One({ id, params }: { id: string; params: URLSearchParams }) {
               />
             </section>
             <Settings id={id} versions={versions} />
+            <Differences of={data.differences ?? []} />
             <Loaded of={series}>
               {({ series: curves }) => {
                 const missing = Object.entries(CHIEF).filter(([name]) => !curves[name]?.length);

@@ -9,7 +9,7 @@ import { Empty, Loaded } from "../components/states";
 import { asCurve, testCurve } from "../components/success_chart";
 import { Head, Pages, sorted, Table } from "../components/table";
 import { get } from "../lib/api";
-import { ago, compact, number, oneLine, percent, seconds } from "../lib/format";
+import { ago, compact, loopMethod, number, oneLine, percent, seconds } from "../lib/format";
 import type { components } from "../lib/openapi";
 import { useResource } from "../lib/resource";
 import type { ScreenProps } from ".";
@@ -67,7 +67,7 @@ function List({ after }: { after: string | null }) {
                 sort={sort}
                 rows={rows.map(({ id, iterations, last, holdout, updated }) => [
                   <ScreenLink to={["loop", id]}>{oneLine(id, 60)}</ScreenLink>,
-                  last?.iteration ? oneLine(last.method ?? "", 30) : "–",
+                  loopMethod(last?.iteration ? last.method : null),
                   number(iterations),
                   percent(last?.holdout_success),
                   percent(holdout[0]?.success),
@@ -232,7 +232,7 @@ function Rows({ list, whole, loop }: { list: Iteration[]; whole: boolean; loop: 
               <td>
                 <ScreenLink to={["iteration", loop, String(one.iteration)]}>{one.iteration}</ScreenLink>
               </td>
-              <td>{one.iteration ? oneLine(one.method ?? "", 30) : "–"}</td>
+              <td>{loopMethod(one.iteration ? one.method : null)}</td>
               <td>
                 <Version id={one.version} />
               </td>

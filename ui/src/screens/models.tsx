@@ -216,7 +216,7 @@ function Evaluations() {
 function Row({ version, depth, chosen }: { version: Ancestry; depth: number; chosen: boolean }) {
   return (
     <div class={`run-row ${chosen ? "selected" : ""}`}>
-      <span style={{ paddingLeft: `${Math.min(depth, 20)}rem` }}>
+      <span class="whole" style={{ paddingLeft: `min(${depth}rem, 25%)` }}>
         {depth > 0 && "↳ "}
         {version.promoted ? <b><Version id={version.id} /></b> : <Version id={version.id} />}
       </span>

@@ -86,8 +86,12 @@ function Hits({ q }: { q: string }) {
             </span>
             <div class="quiet" dir="auto">
               <Marked text={oneLine(run.output, 200)} words={words} />
-              {!has(`${run.input} ${run.output}`, words) && <i> – the words are further on in it</i>}
-            </div>
+                          </div>
+            {run.found && !has(`${oneLine(run.input, 120)} ${oneLine(run.output, 200)}`, words) && (
+              <div class="quiet" dir="auto">
+                … <Marked text={oneLine(run.found, 400)} words={words} /> …
+              </div>
+            )}
           </li>
         ))}
       </ul>
