@@ -65,9 +65,7 @@ def write_files(folder: Path) -> None:
 def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Block after block, as a reader would; each page by itself, on a platform with a script."""
     code = page_code(page)
-    if (
-        not code or page.name == "cookbook.md"
-    ):  # its block needs a model that learns: test_warmup.py
+    if not code or page.name == "cookbook.md":  # which needs a model that learns: test_warmup.py
         return
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path)

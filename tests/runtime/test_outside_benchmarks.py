@@ -32,24 +32,21 @@ pytestmark = [
     ),
 ]
 COMMANDS = "".join(blocks(ROOT / "docs" / "environments.md", "")).splitlines()
-CHOOSES = """
-task: chooses
+TASK = """
+task: own
 dataset_path: json
 dataset_kwargs: {data_files: {test: DATA}}
 test_split: test
-output_type: multiple_choice
 doc_to_text: "{{question}}"
+"""
+CHOOSES = """
+output_type: multiple_choice
 doc_to_choice: ["4", "432"]
 doc_to_target: "{{right}}"
 metric_list: [{metric: acc}]
 """
 ANSWERS = """
-task: answers
-dataset_path: json
-dataset_kwargs: {data_files: {test: DATA}}
-test_split: test
 output_type: generate_until
-doc_to_text: "{{question}}"
 doc_to_target: "{{answer}}"
 generation_kwargs: {until: ["<never>"], max_gen_toks: 60}
 metric_list: [{metric: exact_match}]
@@ -108,10 +105,9 @@ async def lm_eval(folder: Path, task: str, site: Site, asked: str) -> list[Any]:
         {"question": QUESTION, "right": 1, "answer": CALL},
     ]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "task.yaml").write_text(task.replace("DATA", str(folder / "data.jsonl")))
-    # the model reads 1,024 tokens: the page says to give that
-    more = ",max_length=1024 --include_path . --output_path out --log_samples"
-    await follow("lm_eval", site, folder, asked, more, hellaswag="chooses", gsm8k="answers")
+    (folder / "task.yaml").write_text(TASK.replace("DATA", str(folder / "data.jsonl")) + task)
+    more = ",max_length=1024 --include_path . --output_path out --log_samples"  # the model's length
+    await follow("lm_eval", site, folder, asked, more, hellaswag="own", gsm8k="own")
     (found,) = (folder / "out").rglob("samples_*.jsonl")
     return sorted(map(json.loads, found.read_text().splitlines()), key=lambda one: one["doc_id"])
 
