@@ -104,7 +104,8 @@ def run(soak: Soak, results: Path = RESULTS) -> bool:
             cwd=ROOT, env=os.environ | settings, stdout=log, stderr=log, check=False,
         )  # fmt: skip
     date, seconds = time.strftime("%Y-%m-%d"), f"{time.monotonic() - begun:,.0f} s"
-    result = "passed" if done.returncode == 0 else "failed"
+    skipped = re.findall(r"\d+ skipped", Path(log.name).read_text(errors="replace")[-200:])
+    result = ", ".join(["passed" if done.returncode == 0 else "failed", *skipped])
     found = {"date": date, "commit": commit(), "result": f"{result}, {seconds}"}
     record("soak", soak.name, results, **found, **({"code": soak.code()} if soak.follows else {}))
     print(f"| {soak.name} | {date} | {commit()} | {seconds} | {result}: {log.name} |", flush=True)

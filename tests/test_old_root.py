@@ -7,6 +7,7 @@ killed before its last iteration (`support/killable_loop.py`, kind `grpo`). That
 """
 
 import json
+import re
 import tarfile
 import time
 from pathlib import Path
@@ -25,6 +26,7 @@ from tests.test_loop_kills import Site, site
 LATER = {"audit", "ledger", "terms", "standbys", "down", "serving", "excluded",
          "order of a replica", "lease of a replica"}  # fmt: skip
 ROOTS = Path(__file__).parent / "support"
+EARLY, LATEST = ["35a68fce", "4e368387"], "a0fd6ac8"
 
 
 def unpacked(commit: str, folder: Path) -> Path:
@@ -34,11 +36,19 @@ def unpacked(commit: str, folder: Path) -> Path:
 
 
 def test_an_old_configuration_is_read(tmp_path: Path) -> None:
-    unpacked("a0fd6ac8", tmp_path)
+    unpacked(LATEST, tmp_path)
     assert load_config(directory=tmp_path) == load_config(directory=tmp_path / "loop")
 
 
-@pytest.mark.parametrize("commit", ["35a68fce", "4e368387", "a0fd6ac8"])
+def test_the_page_says_which_roots_are_read() -> None:
+    page = (ROOTS.parents[1] / "docs" / "operations.md").read_text()
+    rows = re.findall(r"^\| (.*`[0-9a-f]{8}`.*?) \| (.+) \|$", page, re.MULTILINE)
+    told = {commit: text for names, text in rows for commit in re.findall(r"`(\w{8})`", names)}
+    assert {*told} == {*EARLY, LATEST} == {path.name[8:16] for path in ROOTS.glob("root_of_*")}
+    assert [commit for commit in told if "end as new ones" in told[commit]] == [LATEST]
+
+
+@pytest.mark.parametrize("commit", [*EARLY, LATEST])
 def test_every_file_of_an_old_root_is_read(
     commit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,11 +77,11 @@ def test_an_old_loop_goes_on_and_ends_as_a_new_one(tmp_path: Path) -> None:
         new.loop.wait()
         assert new.children.ended("loop")
         expected = said(new)
-    assert continued(unpacked("a0fd6ac8", tmp_path), "grpo") == expected
+    assert continued(unpacked(LATEST, tmp_path), "grpo") == expected
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("commit", ["35a68fce", "4e368387"])
+@pytest.mark.parametrize("commit", EARLY)
 def test_a_loop_of_the_first_versions_goes_on(commit: str, tmp_path: Path) -> None:
     before = Home(unpacked(commit, tmp_path) / "loop").iterations("loop")
     records = [json.loads((before / f"{number}.json").read_bytes()) for number in (0, 1)]

