@@ -112,6 +112,7 @@ def written_by_a_newer_host(home: Home) -> dict[Path, bytes]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text)
     current, unknown = (list(map(line_of, events_of(run))) for run in ("current", "unknown"))
+    durable.write_file(home.segments / "segment_newer-0000.left.jsonl", b"")  # its sealer died
     lines = [current[0], *map(newer, unknown), *current[1:]]
     write_sealed(home.segments, "segment_mixed-0000", lines, ())
     durable.write_file(home.segments / "segment_open-0000.jsonl", b"\n".join([*lines, b""]))

@@ -207,8 +207,8 @@ def repair(directory: Path, finding: Finding, older_than: float = ORPHANED) -> s
         if not segment.sealed or finding.kind == "unfinished":
             seal_orphans(directory, lambda other: other != stem, older_than)
             segment = segments.find(stem)
-            if segment is None or not segment.sealed:
-                return "left as it is: its writer may live"
+            if segment is None or not segment.sealed or Path(finding.path).exists():
+                return "left as it is: its writer may live, or a newer version has sealed it"
         return _rewrite(segments, stem) or "sealed"
 
 

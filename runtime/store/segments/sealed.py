@@ -386,13 +386,13 @@ def crc_of(file: int, end: int) -> int:
 
 
 def verify(path: Path) -> Footer:
-    """Read a sealed segment whole and return its footer. Raises Corrupt, OSError."""
+    """Read a sealed segment whole; return its footer. Raises Corrupt, NewerFormat, OSError."""
     with path.open("rb", buffering=0) as file:
         table = read_table(file.fileno())
         footer = table.footer
         if footer is None:
             assert table.gap is not None
-            raise Corrupt(f"{path}: {table.gap.message}")
+            raise (NewerFormat if table.gap.newer else Corrupt)(f"{path}: {table.gap.message}")
         hasher, unpacker = hashlib.sha256(), Unpacker()
         for index in range(len(table)):
             frame = table[index]
@@ -488,7 +488,7 @@ def _should_replace(footer: Footer, file: BinaryIO, target: Path) -> bool:
     """Tell whether a new draft should replace an existing sealed segment.
 
     That one may be damaged, or lack lines that a writer taken for dead still appended. Raises
-    Corrupt if it has other lines.
+    Corrupt if it has other lines, NewerFormat if a newer host sealed it: both then stay.
     """
     try:
         existing = verify(target)
