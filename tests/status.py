@@ -28,6 +28,7 @@ a loop that learns | demo | |
 an agent of one's own, by the tutorial | tutorial | |
 a loop that continues after kills | loop_kills | |
 a loop that improves prompts | loop_prompts | |
+training on live traffic, also by the clock | live_training | |
 evaluation without a loop | evaluation cray_agents/figures | |
 promotion test | cray_agents/promotion | |
 hazards as a guard of promotion | hazards | |

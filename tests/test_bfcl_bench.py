@@ -58,12 +58,18 @@ def test_the_table_and_the_picture(tmp_path: Path, capsys: Any) -> None:
     decided = [{"promoted": n != 1, "holdout_success": n / 10} for n in range(3)]
     arm("rft-0", "1111000000", seed=0, seconds=600, iterations=decided)
     arm("rft-1", "1111110000", seed=1, seconds=660)
+    told = {"promoted": False, "runs": 512}
+    arm("examples-0", "1000000000", seed=0, iterations=[{}, told | {"trials": 224}])
+    arm("examples-rft-0", "1000000000", seed=0, iterations=[{}, told, told | {"runs": 1024}])
+    arm("dspy-0", "1000000000", seed=0, calls=567)
     report.publish(tmp_path, tmp_path / "bfcl.svg")
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith("| SmolLM2-135M-Instruct | 0.100 (0.02 to 0.40) | 0 |")
     assert lines[3].startswith("| cray-agents, rft, 2 seeds | 0.500 (0.24 to 0.76), +0.400 ± 0.28")
-    assert lines[3].endswith("| 10, 11 | 1 of 2, - |")
-    assert lines[4] == "| seed 0 | 0.400 | | |"
+    assert lines[3].endswith("| 10, 11 | 1 of 2, - | -, - |")
+    assert lines[4] == "| seed 0 | 0.400 | | | |"
+    calls = [line.split(" | ")[-1] for line in lines[6:9]]
+    assert calls == ["736 |", "at most 768 |", "567 |"]
     drawn = (tmp_path / "bfcl.svg").read_text()
     points = re.findall(r'cy="(\S+)" r="3.5" fill="(\S+)" s', drawn)
     assert points == [("276.0", "#0969da"), ("228.0", "white"), ("180.0", "#0969da")]

@@ -226,7 +226,10 @@ def test_versions_are_promoted_rejected_and_rolled_back_by_an_admin(
     boss, clerk = (Keys(home).create(role.name, role)[1] for role in (Role.admin, Role.train))
     first = (registry := first_version(home)).resolve("m@1")
     manifest = read_manifest(home.checkpoint(first.checkpoint))
-    registry.register("m", first.checkpoint, manifest, {"clerk": Prompt(instructions="Add.")})
+    said = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "two"}]
+    told = {"calculator": HOSTILE["script"]}
+    learned = Prompt(instructions="Add.", examples=said, tools=told)
+    registry.register("m", first.checkpoint, manifest, {"clerk": learned})
     with gateway(home.root) as (url, _):
         acts = ("promote", "roll back", "reject")
         for secret in (clerk, boss):
@@ -237,6 +240,10 @@ def test_versions_are_promoted_rejected_and_rolled_back_by_an_admin(
             card = page.page.get_by_role("region", name="The chosen version")
             buttons = [card.get_by_role("button", name=act) for act in acts]
             assert secret == boss or not any(button.count() for button in buttons)
+            prompt = card.get_by_role("region", name="The prompt of clerk")
+            lines = ["Add.", "user", "1 + 1", "assistant", "two", "tool calculator", *told.values()]
+            assert [line for line in prompt.inner_text().split("\n") if line][1:] == lines
+            assert page.barriers() == []
 
         def decide(act: str, title: str, reason: str) -> None:
             card.get_by_role("button", name=act).click()
@@ -254,12 +261,29 @@ def test_versions_are_promoted_rejected_and_rolled_back_by_an_admin(
         page.open("#/models?at=m%401")
         decide("roll back", "roll back from m@1", "further")
         page.page.locator("dialog [role=alert]", has_text="nothing was promoted").wait_for()
-    told = [(event.kind, event.version, event.reason) for event in Registry(home).history("m")[1:]]
-    assert told == [
+    history = [(event.kind, event.version, event.reason) for event in Registry(home).history("m")]
+    assert history[1:] == [
         ("rejected", 2, "too short"), ("promoted", 2, "it adds"), ("rolled_back", 1, "it only adds")
     ]  # fmt: skip
     audited = {(line.action, line.reason, line.status) for line in read_audit(home.audit)}
     assert ("POST /v1/models/{name}/promote", "it adds", 200) in audited
+
+
+def test_an_outside_model_stands_beside_a_version_with_success_and_cost(
+    platform: Platform, watch: Any
+) -> None:
+    with urllib.request.urlopen(f"{platform.url}/v1/evaluations") as answer:
+        outside = json.load(answer)["data"][0]
+    page = watch(platform.url)
+    page.open("#/models")
+    table = page.page.get_by_role("region", name="Evaluations")
+    table.get_by_text("EUR").nth(1).wait_for()  # the account reaches to the version's runs
+    lines = (row.split("\t") for row in table.locator("tbody tr").all_inner_texts())
+    (_, theirs, *shown), (_, ours, success, interval, _, cost) = sorted(lines, key=lambda it: it[1])
+    assert (theirs, ours) == (f"{platform.url.partition('//')[2]}#m", "m@1")
+    assert (success, interval) == ("0.5", "0.167 to 0.833") and re.fullmatch(r"[\d.e−]+ EUR", cost)
+    assert shown[0] == "1" and shown[1].endswith(" to 1") and shown[2].endswith("s")
+    assert shown[3] == f"{outside['cost']:.3g} EUR" and outside["cost"] > 0
 
 
 @pytest.mark.parametrize("question", QUESTIONS)

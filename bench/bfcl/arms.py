@@ -223,7 +223,7 @@ def learn(kind: str, seed: int) -> None:
             if clock.seconds + last > limit and iteration.iteration > 0:
                 break
     fields = {"iteration", "version", "promoted", "holdout_success", "runs", "accepted_runs"}
-    fields |= {"samples", "loss_first", "loss_last", "tokens", "trained_tokens", "note"}
+    fields |= {"samples", "loss_first", "loss_last", "tokens", "trained_tokens", "trials", "note"}
     steps = [
         each.model_dump(mode="json", include=fields)
         | {"phases": {phase: round(spent) for phase, spent in each.seconds.items()}}
@@ -251,7 +251,10 @@ def trl(seed: int) -> None:
 
 
 def dspy(seed: int) -> None:
-    """Let DSPy bootstrap examples, with about the calls of our arm without training."""
+    """Let DSPy bootstrap examples: as many sets, of the same size, tried on as many tasks as ours.
+
+    The calls that it took stand beside ours in the table.
+    """
     name, chosen, method = f"dspy-{seed}", calling(), Examples(iterations=1)
     rivals = make_environments({"dspy": ("dspy", "dspy")})
     if "dspy" in rivals.missing:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cray_agents import Examples
+
 KINDS = {
     "base": "SmolLM2-135M-Instruct",
     "rft": "cray-agents, rft",
@@ -47,8 +49,8 @@ def table(arms: dict[str, list[dict[str, Any]]]) -> list[str]:
     """A row a kind of arm, with the mean of its seeds and its interval, and one for each seed."""
     names = [*arms["base"][0]["right"]]
     lines = [
-        "| arm | " + " | ".join(names) + " | minutes | promoted |",
-        "|---" * (len(names) + 3) + "|",
+        "| arm | " + " | ".join(names) + " | minutes | promoted | calls for examples |",
+        "|---" * (len(names) + 4) + "|",
     ]
     before = arms["base"][0]["right"]
     for kind, runs in arms.items():
@@ -64,10 +66,12 @@ def table(arms: dict[str, list[dict[str, Any]]]) -> list[str]:
         seeds = f", {len(runs)} seeds" if len(runs) > 1 else ""
         minutes = ", ".join(f"{run.get('seconds', 0) / 60:.0f}" for run in runs)
         kept = ", ".join(promoted(run) for run in runs)
-        lines.append(f"| {KINDS[kind]}{seeds} | {' | '.join(cells)} | {minutes} | {kept} |")
+        calls = ", ".join(calls_for_examples(kind, run) for run in runs)
+        row = [f"{KINDS[kind]}{seeds}", *cells, minutes, kept, calls]
+        lines.append(f"| {' | '.join(row)} |")
         for run in runs if len(runs) > 1 else []:
             alone = [f"{interval([run['right'][name]])[0]:.3f}" for name in names]
-            lines.append(f"| seed {run['seed']} | {' | '.join(alone)} | | |")
+            lines.append(f"| seed {run['seed']} | {' | '.join(alone)} | | | |")
     sizes = ", ".join(f"{name} {len(before[name])}" for name in names)
     return [*lines, "", f"Tests: {sizes}. In brackets: 95 % intervals over tasks."]
 
@@ -76,6 +80,19 @@ def promoted(run: dict[str, Any]) -> str:
     """The number of versions that a loop promoted; if it is 0, its marks are the base's."""
     learned = [each["promoted"] for each in run.get("iterations", ())[1:]]
     return f"{sum(learned)} of {len(learned)}" if learned else "-"
+
+
+def calls_for_examples(kind: str, run: dict[str, Any]) -> str:
+    """The model calls by which an arm chose its examples: one a run, of training and of trials.
+
+    Results from before trials were recorded have the most that the method's settings allow.
+    """
+    if not kind.startswith("examples"):
+        return str(run.get("calls", "-"))
+    chosen, method = run["iterations"][1], Examples(iterations=1)
+    if (trials := chosen.get("trials")) is None:
+        return f"at most {chosen['runs'] + method.sets * method.trials}"
+    return str(chosen["runs"] + trials)
 
 
 def categories(results: Path) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import openai
 
-from cray_agents import GRPO, Agent, Platform, PromotionTest, Task
+from cray_agents import GRPO, Agent, OutsideModel, Platform, PromotionTest, Task, evaluate, reward
 from cray_agents.config.settings import PriceSettings
 from cray_agents.iteration import Iteration
 from cray_agents.paths import Home
@@ -75,6 +75,7 @@ async def _rest(site: Platform, home: Path) -> None:
     await _train(site, Home(home))
     await _batch(site, home)
     _deep(Home(home))
+    await _evaluation(site)
     for number, loop in enumerate(("sums",) * 3 + ("shuffled",) * 3):
         number %= 3
         record = Iteration(
@@ -204,6 +205,14 @@ def _deep(home: Home) -> None:
         (folder := home.checkpoint(f"{name}-{n}")).mkdir()
         (folder / "manifest.json").write_bytes(checksums.record_text(made))
         Registry(home).register(name, folder.name, made)
+
+
+async def _evaluation(site: Platform) -> None:
+    """An outside model, which answers all, beside a version that answers half."""
+    big = OutsideModel(model="m", base_url=site.url, prompt_price=2000, sampled_price=8000)
+    tasks = [Task(input=str(number)) for number in range(8)]
+    half = reward(name="half")(lambda run: float(run.model == big.id or int(run.output) % 2))
+    await evaluate(Agent(name="echo", model="m"), tasks, [half], models=["m@1", big], platform=site)
 
 
 async def _batch(site: Platform, home: Path) -> None:

@@ -65,10 +65,7 @@ CASES: dict[str, dict[str, Any]] = {  # first those that go through every place
     "float32, a call per length": {"parent": "qwen3", "hyper": {"dtype": "float32"}},
     "recomputed layers": {"parent": "qwen3", "recompute": "full"},
     "recomputed modules": {"parent": "qwen3", "recompute": "layernorm,mlp"},
-    "lora of transformers": {
-        "parent": "qwen3",
-        "hyper": {**OF_TRANSFORMERS, "lora": {"rank": 4}},
-    },
+    "lora of transformers": {"parent": "qwen3", "hyper": {**OF_TRANSFORMERS, "lora": {"rank": 4}}},
     "broken: reads a number": {"parent": "qwen3", "broken": "reads"},
     "broken: mixes devices": {"parent": "qwen3", "broken": "mixes"},
 }
@@ -195,9 +192,7 @@ def test_steps_mix_no_devices_and_wait_only_where_pinned(traced: dict[str, Any])
 
 
 @pytest.mark.slow
-def test_a_number_that_is_read_and_a_tensor_of_the_host_are_noticed(
-    traced: dict[str, Any],
-) -> None:
+def test_a_number_that_is_read_and_a_tensor_of_the_host_are_noticed(traced: dict[str, Any]) -> None:
     more = traced["broken: reads a number"]["step"].items() - STEP.items()
     assert more == {("trainers/training/train_step.py:_loss", 1)}
     assert "two devices, cuda:0 and cpu" in traced["broken: mixes devices"]

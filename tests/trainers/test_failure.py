@@ -23,11 +23,7 @@ from cray_agents.runtime.scheduler.slurm import LEDGER
 from cray_agents.runtime.scheduler.slurm_reports import describe_reason
 from cray_agents.trainers import progress
 from cray_agents.trainers.job.failures.failure import FailureSettings, FailureVerdict, judge
-from cray_agents.trainers.job.failures.hang_report import (
-    RankStack,
-    culprit,
-    report_hang,
-)
+from cray_agents.trainers.job.failures.hang_report import RankStack, culprit, report_hang
 from cray_agents.trainers.job.failures.rank_monitor import (
     BadEnd,
     NodeClocks,

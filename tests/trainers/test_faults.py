@@ -49,6 +49,12 @@ def ranks_of(job: Any) -> list[int]:
     return children_of(job.pid)
 
 
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 def points_of(job: Any, pattern: str) -> list[Path]:
     return sorted((job.journal.folder / "megatron").glob(pattern))
 

@@ -14,6 +14,7 @@ from cray_agents.runtime.accounting.holdings import goodput
 from cray_agents.runtime.disk.checksums import hash_of
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.training_jobs import Layout
+from tests.trainers.test_faults import flip
 
 pytestmark = pytest.mark.megatron
 
@@ -115,9 +116,7 @@ def test_a_corrupt_resume_point_is_named_and_the_one_before_used(
     points = sorted((job.journal.folder / "megatron").glob("step-*"))
     assert len(points) == 2
     data = points[-1] / "rank-00001.bin"
-    content = bytearray(data.read_bytes())
-    content[len(content) // 2] ^= 1
-    data.write_bytes(content)
+    flip(data)
     resumed = lab.run(spec)
     (corrupt,) = [e["message"] for e in resumed.journal.events() if e["event"] == "corrupt"]
     assert f"{points[-1].name}: {data.name}" in corrupt

@@ -62,12 +62,7 @@ def test_ranks_of_gpus_are_spawned_which_changes_no_bit(lab: Any, tmp_path: Path
     journal.write_spec(spec)
     path = [str(packages), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "cray_agents.trainers.job.job",
-            str(journal.folder / "spec.json"),
-        ],
+        [sys.executable, "-m", "cray_agents.trainers.job.job", str(journal.folder / "spec.json")],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path),

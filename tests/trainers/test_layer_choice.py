@@ -20,12 +20,7 @@ from cray_agents.trainers.models.attention import (
     token_positions,
 )
 from cray_agents.trainers.models.layer_choice import LayerChoice, check_layers, choose_layers
-from cray_agents.trainers.models.model import (
-    confirm,
-    finish_chunk,
-    grouped_problem,
-    varlen_problem,
-)
+from cray_agents.trainers.models.model import confirm, finish_chunk, grouped_problem, varlen_problem
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Lora
 from tests.support.trainers.forked_ranks import run_forked
 

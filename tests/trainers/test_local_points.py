@@ -20,7 +20,7 @@ from cray_agents.runtime.scheduler.site_environment import command_variables
 from cray_agents.trainers.checkpointing.save import rank_folder
 from cray_agents.trainers.checkpointing.save import step_of as step
 from cray_agents.training_jobs import JobSpec, Layout
-from tests.trainers.test_faults import points_of, ranks_of, until
+from tests.trainers.test_faults import flip, points_of, ranks_of, until
 
 EVERY = 3
 NODES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
@@ -56,26 +56,26 @@ def launch(lab: Any, spec: JobSpec, scratch: Path, *nodes: str) -> list[Any]:
     ]
 
 
-def killed(lab: Any, spec: JobSpec, scratch: Path, *nodes: str) -> list[Path]:
+def killed(lab: Any, spec: JobSpec, scratch: Path, *nodes: str, last: int = EVERY) -> list[Path]:
     """Kill a job that has points on its own disks alone; return the newest two of those.
 
-    The shared root takes none of its first attempt after step 3.
+    The shared root takes none of its first attempt after step `last`.
     """
     megatron = lab.home.job(spec.id) / "megatron"
     megatron.mkdir(parents=True)
-    for number in range(2 * EVERY, spec.hyperparameters.steps + 1, EVERY):
+    for number in range(last + EVERY, spec.hyperparameters.steps + 1, EVERY):
         (megatron / f".step-{number:08d}.1").touch()
     jobs = launch(lab, spec, scratch, *nodes)
     job = jobs[-1]
     # two that stay: the first one goes as soon as the shared root has it
-    until(lambda: sum(step(one) > EVERY for one in local_points(job)) > 1, lambda: job.log)
+    until(lambda: sum(step(one) > last for one in local_points(job)) > 1, lambda: job.log)
     for pid in ranks_of(job)[-1:]:  # none: it came to its end, which the shared root did not take
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     assert [job.wait() for job in jobs] == [1] * len(jobs), job.log
     for file in megatron.glob(".step-*.1"):
         file.unlink()
-    assert shared_step(lab, spec) <= EVERY, job.log  # 0: a newer one was whole by then
+    assert shared_step(lab, spec) <= last, job.log  # 0: a newer one was whole by then
     newest, before, *others = local_points(job)
     for gone in others:  # some ranks may have removed their files already
         shutil.rmtree(gone)
@@ -149,9 +149,7 @@ def test_where_a_ranks_file_is_damaged_or_gone_all_go_on_from_an_older_point(
     monkeypatch.setenv(SCRATCH, str(scratch))
     monkeypatch.setenv("SLURMD_NODENAME", NODES[0])
     for file in (rank_folder(point, 1) / "rank-00001.bin" for point in hurt):
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content)
+        flip(file)
         if damage == "gone":
             file.unlink()
     before = shared_step(lab, two_ranks)
@@ -165,19 +163,28 @@ def test_where_a_ranks_file_is_damaged_or_gone_all_go_on_from_an_older_point(
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("second", NODES[1:], ids=["the same", "a spare one"])
+@pytest.mark.parametrize("damage", ["none", "of its copy", "of the file", "with tensor ranks"])
 def test_of_several_nodes_each_reads_its_own_disk(
-    lab: Any, scratch: Path, undisturbed_job: Any, two_ranks: JobSpec, second: str
+    lab: Any, scratch: Path, undisturbed_job: Any, two_ranks: JobSpec, damage: str
 ) -> None:
-    newest = killed(lab, two_ranks, scratch, *NODES[:2])[0]
+    """Also its copy of the shared root's file; but not tensor ranks, which read all files."""
+    tensor = {"tensor": 2, "sequence_parallel": True} if "tensor" in damage else {}
+    spec = spec_of(lab, "llama", tensor) if tensor else two_ranks
+    newest = killed(lab, spec, scratch, *NODES[:2], last=4 * EVERY)[0]
     assert {path.parent.name for path in scratch.glob("*/*/*/*")} == {*NODES[:2]}
-    before = shared_step(lab, two_ranks)
-    jobs = launch(lab, two_ranks, scratch, NODES[0], second)
+    before, second = shared_step(lab, spec), NODES[1 if damage == "none" else 2]
+    file = lab.home.job(spec.id) / "megatron" / f"step-{before:08d}" / "rank-00000.bin"
+    (own,) = scratch.glob(f"*/*/{NODES[0]}/*/rank-00000/local-{before:08d}.1/{file.name}")
+    assert own.read_bytes() == file.read_bytes()
+    if second != NODES[1]:
+        flip(own if "copy" in damage else file)
+    jobs = launch(lab, spec, scratch, NODES[0], second)
     assert [job.wait() for job in jobs] == [0, 0], jobs[0].log
-    assert starts(jobs[0])[-1] == (step(newest) if second == NODES[1] else before)
-    for lost in scratch.glob(f"*/*/{NODES[1]}"):
+    begun = starts(jobs[0])[-1]
+    assert begun < before if tensor else begun == (step(newest) if damage == "none" else before)
+    for lost in [*scratch.glob(f"*/*/{NODES[1]}"), *file.parents[1].glob(".corrupt-*")]:
         shutil.rmtree(lost)
-    check(jobs[0], scratch, undisturbed_job(two_ranks))
+    check(jobs[0], scratch, undisturbed_job(spec))
 
 
 @pytest.mark.megatron

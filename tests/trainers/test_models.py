@@ -41,11 +41,7 @@ ROPES: dict[str, dict[str, Any]] = {
     "dynamic": {"rope_theta": 2e4, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
     "yarn": {
         "rope_theta": 1e6,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     },
     "yarn, all said": {
         "rope_parameters": {

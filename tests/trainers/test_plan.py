@@ -25,12 +25,7 @@ from cray_agents.trainers.planning.arithmetic import (
     weights_per_token,
 )
 from cray_agents.trainers.planning.plan import Cluster, Workload, make_plan, node_bytes
-from cray_agents.trainers.planning.step_time import (
-    find_gpu,
-    identify,
-    peak_flops,
-    slowdown,
-)
+from cray_agents.trainers.planning.step_time import find_gpu, identify, peak_flops, slowdown
 from cray_agents.training_jobs import Layout, Lora
 from tests.support.trainers.model_configs import (
     LLAMA_2_7B,

@@ -19,6 +19,7 @@ from cray_agents.paths import SCRATCH
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.training_jobs import JobSpec, Layout
 from tests.support.trainers.forked_ranks import run_forked, training_in_rank
+from tests.trainers.test_faults import flip
 
 pytestmark = pytest.mark.megatron
 
@@ -279,10 +280,7 @@ def test_only_what_is_whole_is_loaded(points: Path) -> None:
 
     folder, names = points, [f"step-0000000{n}" for n in (2, 4, 6)]
     assert resume.choose(folder) == (folder / names[2], [])
-    data = folder / names[2] / "rank-00000.bin"
-    content = bytearray(data.read_bytes())
-    content[len(content) // 2] ^= 1
-    data.write_bytes(content)
+    flip(folder / names[2] / "rank-00000.bin")
     (folder / names[1] / "SEALED.json").unlink()
     with pytest.raises(Corrupt, match="no readable SEALED"):
         resume.verify(folder / names[1])

@@ -4,10 +4,10 @@ import os
 import random
 import signal
 import subprocess
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -333,11 +333,8 @@ def launchers(folder: Path, answering: list[str], left: list[str]) -> dict[str, 
     def answer(node: str) -> None:
         found[node] = HeldNodes(folder, ["n1", "n2", "s1", "s2"], 2, node).agree()
 
-    threads = [threading.Thread(target=answer, args=[node]) for node in answering]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(answer, answering))
     return found
 
 
@@ -366,12 +363,8 @@ def test_a_busy_launcher_that_shows_it_lives_is_not_lost(
         time.sleep(busy)
         found[node] = held.agree()
 
-    launchers = {"n1": 0.0, "n2": 6.0, "s1": 0.0}  # a rank died on n1; n2 reads its inputs
-    threads = [threading.Thread(target=answer, args=one) for one in launchers.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor() as pool:  # a rank died on n1; n2 reads its inputs
+        list(pool.map(answer, ["n1", "n2", "s1"], [0.0, 6.0, 0.0]))
     assert {(*decision.lost, decision.code) for decision in found.values()} == {(1,)}
 
 

@@ -9,7 +9,8 @@ their own. Under another layout only the order of additions differs. A point tha
 seal is set aside, and the one before it is used. One process chooses a point that looks whole; all
 ranks verify it together, each by its share of the files, before any of them reads it. Of a local
 point each rank verifies its own files. Where one is missing or damaged, all go on from the shared
-root. Read next: save.py, which writes the points.
+root, and data ranks whose nodes still have their files of that point read them there. Read next:
+save.py, which writes the points.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from cray_agents.runtime.disk.checksums import check_version
 from cray_agents.runtime.disk.durable import LOCAL, kept_state, resume_points
 from cray_agents.trainers.checkpointing.save import (
     POINT,
+    RANK,
     SEAL,
     VERSION,
     is_local,
@@ -68,17 +71,36 @@ def read_seal(point: Path) -> dict[str, str]:
     return seal
 
 
-def verify(point: Path, rank: int = 0, world: int = 1) -> None:
+@cache
+def copy_here(point: Path, rank: int, layout: Layout | None) -> Path | None:
+    """Return a sound copy, on this node's own disk, of a rank's file of a point on the shared root.
+
+    None unless the rank reads that file alone: data ranks of this layout wrote the point.
+    """
+    node, name = scratch_folder(point.parents[1]), f"{RANK}-{rank:05d}"
+    if node is None or layout is None or layout.splits_model or layout.optimizer_instances > 1:
+        return None
+    with suppress(OSError, ValueError):
+        about, seal = (json.loads((point / each).read_bytes()) for each in (POINT, SEAL))
+        if about.get("layout") == layout.model_dump():
+            for copy in node.glob(f"{name}/{LOCAL}{step_of(point):08d}.*/{name}.bin"):
+                if durable.sha256_file(copy) == seal.get(copy.name):
+                    return copy
+    return None
+
+
+def verify(point: Path, rank: int = 0, world: int = 1, layout: Layout | None = None) -> None:
     """Raise Corrupt, naming the file, if a rank's share of a resume point differs from its seal.
 
-    Of a local point that is what the rank itself will read.
+    Of a local point that is what the rank itself will read. `layout`: that of the ranks.
     """
     seal, folder = read_seal(point), rank_folder(point, rank)
     names = sorted(seal, key=lambda name: (name.endswith(".json"), name))
     if is_local(point):
         names = [POINT, *(name for name in names if f"-{rank:05d}." in name)]
     else:
-        names = names[rank::world]
+        copy = copy_here(point, rank, layout)
+        names = [name for name in names[rank::world] if copy is None or name != copy.name]
 
     def hash_of(name: str) -> str:
         try:
@@ -96,14 +118,15 @@ def verify(point: Path, rank: int = 0, world: int = 1) -> None:
             raise Corrupt(f"resume point {point}: {name} is not what was written (bad checksum)")
 
 
-def verify_together(point: Path) -> str | None:
+def verify_together(point: Path, layout: Layout) -> str | None:
     """Return what is wrong with a resume point, alike on all ranks; None if nothing. Collective.
 
     Each rank hashes its share: a large point comes to all nodes at once, and not through one.
     """
     problem = None
+    copy_here.cache_clear()  # of a session's job before
     try:
-        verify(point, torch.distributed.get_rank(), torch.distributed.get_world_size())
+        verify(point, torch.distributed.get_rank(), torch.distributed.get_world_size(), layout)
     except Corrupt as error:
         problem = str(error)
     every = gather_from_ranks(json.dumps(problem).encode())
@@ -123,16 +146,14 @@ def set_aside(point: Path) -> None:
 
 def seal_of(point: Path) -> str:
     """Return the hash of a resume point's seal, which names its content; "" without a seal."""
-    try:
+    with suppress(FileNotFoundError):
         return hashlib.sha256((point / SEAL).read_bytes()).hexdigest()
-    except FileNotFoundError:
-        return ""
+    return ""
 
 
 def read_common(point: Path) -> dict[str, Any]:
     """Return the `common` data of `save` alone."""
-    common: dict[str, Any] = _read_point(point)["common"]
-    return common
+    return dict(_read_point(point)["common"])
 
 
 def _read_point(point: Path) -> dict[str, Any]:
@@ -225,7 +246,7 @@ def load(training: RankTraining, point: Path) -> dict[str, Any]:
     weight then exchange it. Collective. Raises BadInput if the point is of another model, or of
     other trainable weights.
     """
-    saved = _SavedPoint(point)
+    saved = _SavedPoint(point, torch.distributed.get_rank(), training.layout)
     ranges = local_ranges(training)
     every = gather_from_ranks(str(saved.adam_steps).encode())  # of a local point each knows its own
     allocate_moments(training, max(map(int, every)))
@@ -233,7 +254,7 @@ def load(training: RankTraining, point: Path) -> dict[str, Any]:
         training.shards.forget_gathered()
     with torch.no_grad():
         for range_ in (one for its_ranges in ranges.values() for one in its_ranges):
-            if not is_local(point):  # else it is of this job, and holds what this rank owns
+            if not saved.own:  # else it is of this job, and holds what this rank owns
                 saved.rows_of(range_)  # all ranks refuse alike, also one that owns nothing of it
         for owned in owned_ranges(training, ranges):
             for number, tensor in enumerate(owned.tensors):
@@ -286,18 +307,19 @@ class _SavedRange:
 class _SavedPoint:
     """The weights of a resume point, each as the slices of the ranks that wrote it."""
 
-    def __init__(self, point: Path) -> None:
-        self.point = point
+    def __init__(self, point: Path, rank: int = 0, layout: Layout | None = None) -> None:
+        self.point, self.adam_steps = point, 0
         content = _read_point(point)
         self.step: int = content["step"]
         self.common: dict[str, Any] = content["common"]
-        self.adam_steps = 0
         self._weights: dict[str, dict[TensorSlice, list[_SavedRange]]] = {}
-        files = rank_folder(point, torch.distributed.get_rank()) if is_local(point) else point
-        for path in sorted(files.glob("*-*.json")):
+        copy = None if is_local(point) else copy_here(point, rank, layout)
+        self.own = copy is not None or is_local(point)  # all is this rank's, on its node's disk
+        indices = "*-*.json" if copy is None else f"{copy.stem}.json"
+        for path in sorted(rank_folder(point, rank).glob(indices)):
             index = json.loads(path.read_bytes())
             self.adam_steps = max(self.adam_steps, index["adam_steps"])
-            self._read_index(path.with_suffix(".bin"), index["pieces"])
+            self._read_index(copy or path.with_suffix(".bin"), index["pieces"])
 
     def _read_index(self, path: Path, entries: list[dict[str, Any]]) -> None:
         total, position = sum(entry["count"] for entry in entries), 0

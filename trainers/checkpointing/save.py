@@ -22,8 +22,9 @@ With `[job] scratch` each rank first writes to its node's own disk, in a folder 
                                             own, too, so that a rank reads its own files alone
 
 Then training goes on, and a second thread copies the newest point that is whole there to the shared
-root, where it is published as above. Local points go once one as new is on the shared root. If a
-node's disk takes no more, points go to the shared root alone.
+root, where it is published as above. Local points go once a newer one is on the shared root: what
+is as new serves the other nodes' data ranks when one is lost. If a node's disk takes no more,
+points go to the shared root alone.
 
 One point is in flight at a time: the next `save` waits for it. Through the ranks' store every rank
 learns how a point ended, so that a full disk of one rank is the same error on all. A thread, unlike
@@ -221,9 +222,6 @@ def _failed(files: FileSet, error: OSError | CrayError) -> BackgroundEnd:
     return BackgroundEnd(problem=problem, kind=DiskFull.__name__)
 
 
-def _report_nothing(step: int, seconds: float) -> None: ...
-
-
 class Saver:
     """Writer of a job's resume points. All ranks call the same methods in the same order.
 
@@ -241,7 +239,7 @@ class Saver:
         attempt: int,
         keep: int,
         may_publish: Callable[[], bool],
-        report: Callable[[int, float], None] = _report_nothing,
+        report: Callable[[int, float], None] = lambda step, seconds: None,
         warn: Callable[[str], None] = print,
         resumed: Path | None = None,
     ) -> None:
@@ -261,10 +259,13 @@ class Saver:
         self._staging: Future[BackgroundEnd] | None = None  # of the last point, on the local disks
         self._whole: list[int] = []  # steps of the newest two points that are whole there
         self._copied = -1  # the step of the point that is being published
+        self._drained = -1  # the newest that is published
         if self._node is not None:
             self._sweep(self._node, resumed)
             if resumed is not None and is_local(resumed):
                 self._go_on(resumed)
+            elif resumed is not None:
+                self._drained = step_of(resumed)
 
     def save(self, common: dict[str, Any]) -> None:
         """Copy the current state and start writing it; `common` is plain data that `load` returns.
@@ -336,6 +337,7 @@ class Saver:
         problem, self._problem = self._problem, None
         if problem is not None:
             raise problem
+        self._remove_local(f"{RANK}-*", lambda local: step_of(local) <= self._drained)
         if torch.distributed.get_world_size() > 1:
             torch.distributed.barrier()
 
@@ -424,9 +426,9 @@ class Saver:
 
     def _sweep(self, node: Path, resumed: Path | None) -> None:
         """Remove the points of ended jobs on this node's disk, and what killed attempts left."""
-        jobs, kept = self._folder.parents[1], "" if resumed is None else resumed.name
+        jobs, kept = self._folder.parents[1], -1 if resumed is None else step_of(resumed)
         _remove(node.parent, "*", lambda job: has_ended(jobs / job.name))
-        _remove(node, f"{self._name(RANK)}/*", lambda point: point.name != kept)
+        _remove(node, f"{self._name(RANK)}/*", lambda point: step_of(point) != kept)
 
     def _go_on(self, resumed: Path) -> None:
         """Publish the local point that training goes on from: the shared root has an older one."""
@@ -458,9 +460,10 @@ class Saver:
         def write() -> BackgroundEnd:
             self._copied = step
             end = self._files.write(files, begun)
-            self._copied = -1
             if end.published:  # also of ranks that were here before
-                self._remove_local(f"{RANK}-*", lambda local: step_of(local) <= step)
+                self._drained = step
+                self._remove_local(f"{RANK}-*", lambda local: step_of(local) < step)
+            self._copied = -1
             return end
 
         published = self._files.submit(write)
@@ -501,7 +504,7 @@ class Saver:
             return end
         self._whole = [*self._whole[-1:], step]
         self._copy_later(local, hashes, point, begun)
-        kept = (*self._whole, self._copied)
+        kept = (*self._whole, self._copied, self._drained)
         self._remove_local(self._name(RANK), lambda one: step_of(one) not in kept)
         return end
 
@@ -545,15 +548,7 @@ class Saver:
 
 
 def _describe(owned: OwnedRange) -> dict[str, Any]:
-    slice_ = owned.range_.slice_
-    return {
-        "key": slice_.key,
-        "whole": slice_.whole,
-        "offset": slice_.offset,
-        "shape": slice_.shape,
-        "first": owned.first,
-        "count": owned.count,
-    }
+    return {**vars(owned.range_.slice_), "first": owned.first, "count": owned.count}
 
 
 def _remove(folder: Path, pattern: str, unwanted: Callable[[Path], bool]) -> None:

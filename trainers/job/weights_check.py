@@ -77,7 +77,7 @@ def check_start(work: JobInputs, choose: Callable[[JobInputs], JobInputs]) -> Jo
     """
     while True:
         problems = (
-            (point, resume.verify_together(point))
+            (point, resume.verify_together(point, work.spec.layout))
             for point in (work.optimizer_from, work.state_from, work.resume_from)
             if point is not None
         )

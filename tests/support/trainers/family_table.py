@@ -21,6 +21,7 @@ COLUMNS = {  # of a result -> its head in the table
     "one": "loss, 1 rank",
     "two": "loss, 2 ranks",
     "export": "export",
+    "random": "random",
     "lora": "LoRA",
     "dpo": "DPO",
     "grpo": "GRPO",

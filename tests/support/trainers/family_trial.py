@@ -1,12 +1,13 @@
 """Family trial: what the transformers backend does with one family, beside transformers alone.
 
-`measure` writes a tiny parent and trains it on one rank, then on two with layers computed again.
-What it returns is plain data: a number where something was compared, `equal` where it was equal to
-the bit, and the reason where it was refused or failed. `problems` judges it. Called by
-test_families.py; family_table.py has the results in docs/families.json.
+`measure` writes a tiny parent and trains it on one rank, also from its config alone, then on two
+with layers computed again. What it returns is plain data: a number where something was compared,
+`equal` where it was equal to the bit, and the reason where it was refused or failed. `problems`
+judges it. Called by test_families.py; family_table.py has the results in docs/families.json.
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,13 +15,34 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import load_file
 
 from cray_agents.errors import BadInput, CrayError
+from cray_agents.trainers.checkpointing.hf_export import copy_settings, export_weights
+from cray_agents.trainers.checkpointing.peft_adapter import write_adapter
+from cray_agents.trainers.checkpointing.state import allocate_moments
+from cray_agents.trainers.data.packer import BaselineLogprobs, TrainedTokenRows
+from cray_agents.trainers.data.samples import Samples
+from cray_agents.trainers.job.launch import find_placement, run_ranks
+from cray_agents.trainers.models.architecture import read_architecture
+from cray_agents.trainers.models.backends import config_of
+from cray_agents.trainers.models.megatron_fixes import load_megatron
+from cray_agents.trainers.training.parallel_groups import join_ranks
+from cray_agents.trainers.training.train_step import RankTraining
 from cray_agents.training_jobs import Hyperparameters, Layout, Lora, MethodName
+from tests.support.trainers.plain_model import (
+    dpo_loss,
+    gradients_of,
+    grpo_loss,
+    logprobs_of,
+    plain_losses,
+    plain_network,
+)
 from tests.support.trainers.tiny_families import FAMILIES, FURTHER, write_parent
 from tests.support.trainers.toy_family import write_toy
 
-STEPS, VOCAB = 20, 500
+STEPS, VOCAB, SEED = 20, 500, 5
 HYPER = Hyperparameters(
     steps=STEPS,
     batch_size=4,
@@ -65,12 +87,7 @@ def measure(family: str, folder: Path, *, brief: bool = False) -> Result:
 
     Megatron is loaded here, and ranks are forked.
     """
-    # imported once, before the forks
-    import peft  # noqa: F401
-
-    from cray_agents.trainers.checkpointing import hf_export  # noqa: F401
-    from cray_agents.trainers.models.megatron_fixes import load_megatron
-    from tests.support.trainers import plain_model  # noqa: F401
+    import peft  # noqa: F401 - once, before the forks
 
     load_megatron()
     parent = write(family, folder / "parent")
@@ -93,7 +110,7 @@ def measure(family: str, folder: Path, *, brief: bool = False) -> Result:
 def problems(result: Result, *, brief: bool = False) -> dict[str, Any]:
     """What is not as it should be, by its name; empty for a family that is right in all."""
     limit = max(CLOSE, NOISY * result.get("noise", 0.0))
-    limits: dict[str, float | str] = {"one": limit, "export": EQUAL}
+    limits: dict[str, float | str] = {"one": limit, "export": EQUAL, "random": SAME_LOGPROBS}
     if not brief:
         limits |= {"two": limit, "dpo": SAME_GRADIENT, "grpo": SAME_GRADIENT}
         limits |= {"lora": SAME_LOGPROBS, "bfloat16": ROUNDED, "bfloat16_export": EQUAL}
@@ -108,8 +125,6 @@ def problems(result: Result, *, brief: bool = False) -> dict[str, Any]:
 
 
 def _on_ranks(ranks: int, main: Callable[[int, Any, Any], int], out: Path) -> Result:
-    from cray_agents.trainers.job.launch import find_placement, run_ranks
-
     try:
         ended = run_ranks(find_placement(ranks, "transformers"), out / "logs", main)
     except CrayError as error:
@@ -122,26 +137,17 @@ def _on_ranks(ranks: int, main: Callable[[int, Any, Any], int], out: Path) -> Re
 
 # ---- on the ranks
 def _join(layout: Layout, rank: int, store: Any) -> None:
-    import torch
-
-    from cray_agents.trainers.training.parallel_groups import join_ranks
-
     torch.set_num_threads(1)
     join_ranks(layout, rank, layout.world, store, on_cpu=True)
 
 
 def _training(parent: Path, layout: Layout, recompute: str = "none", **hyper: Any) -> Any:
-    from cray_agents.trainers.models.architecture import read_architecture
-    from cray_agents.trainers.training.train_step import RankTraining
-
     model = read_architecture(parent, "transformers")
     changed = HYPER.model_copy(update=hyper)
     return RankTraining(model, layout, changed, parent, on_cpu=True, recompute=recompute)
 
 
 def _begin(training: Any, method: MethodName = "sft", **hyper: Any) -> None:
-    from cray_agents.trainers.checkpointing.state import allocate_moments
-
     changed = HYPER.model_copy(update=hyper)
     training.switch_job(training.parent, changed, method, lambda: False)
     training.take_weights()
@@ -150,9 +156,6 @@ def _begin(training: Any, method: MethodName = "sft", **hyper: Any) -> None:
 
 def _one_rank(parent: Path, out: Path, brief: bool, rank: int, store: Any, _: Any) -> int:
     """Export and losses, then gradients of methods, adapters, bfloat16."""
-    from cray_agents.trainers.data.packer import BaselineLogprobs
-    from cray_agents.trainers.data.samples import Samples
-
     layout = Layout()
     _join(layout, rank, store)
     known = BaselineLogprobs(Samples.of(rows()))
@@ -165,6 +168,7 @@ def _one_rank(parent: Path, out: Path, brief: bool, rank: int, store: Any, _: An
     _begin(training)
     losses = [training.step(known).loss for _ in range(STEPS)]
     found |= _beside_plain(parent, losses, "one")
+    found["random"] = _tried(lambda: _at_random(parent, layout, out / "bare"))
     if not brief:
         found["dpo"] = _tried(lambda: _dpo_step(training))
         found["grpo"] = _tried(lambda: _grpo_step(training))
@@ -176,9 +180,6 @@ def _one_rank(parent: Path, out: Path, brief: bool, rank: int, store: Any, _: An
 
 def _two_ranks(parent: Path, out: Path, rank: int, store: Any, _: Any) -> int:
     """Losses on two ranks with layers computed again, and without if that is refused."""
-    from cray_agents.trainers.data.packer import BaselineLogprobs
-    from cray_agents.trainers.data.samples import Samples
-
     layout = Layout(data=2)
     _join(layout, rank, store)
     known = BaselineLogprobs(Samples.of(rows()))
@@ -208,8 +209,6 @@ def _tried(work: Callable[[], Any], name: str = "") -> Any:
 
 def _beside_plain(parent: Path, losses: list[float], name: str) -> Result:
     """The largest difference to a plain loop's losses; if large, also what noise makes of those."""
-    from tests.support.trainers.plain_model import plain_losses
-
     kept = parent.parent / "plain.json"
     if not kept.exists():
         kept.write_text(json.dumps(plain_losses(parent, rows(), HYPER)))
@@ -228,12 +227,6 @@ def _beside_plain(parent: Path, losses: list[float], name: str) -> Result:
 
 def _exported(training: Any, folder: Path) -> str:
     """Write what a job publishes, and compare it with the parent."""
-    import torch
-    from safetensors.torch import load_file
-
-    from cray_agents.trainers.checkpointing.hf_export import copy_settings, export_weights
-    from cray_agents.trainers.models.backends import config_of
-
     parent, model = training.parent, training.model
     folder.mkdir()
     export_weights(training, folder, file_bytes=FILE_BYTES, share=FILE_BYTES)
@@ -263,10 +256,31 @@ def _exported(training: Any, folder: Path) -> str:
     return f"{changed[0]} differs" if changed else EQUAL
 
 
+# ---- random weights
+def _at_random(parent: Path, layout: Layout, bare: Path) -> float | str:
+    """Start from the config alone; compare log-probabilities with those of transformers' draw."""
+    from transformers import AutoConfig
+
+    bare.mkdir()
+    shutil.copy(parent / "config.json", bare)
+    kind, config = type(plain_network(parent)), AutoConfig.from_pretrained(bare)
+    # token 0 pads: its embedding is drawn as zeros, and all scores of an indexer would tie there
+    said = [[token or 1 for token in row] for row in rows()]
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(SEED)
+        drawn = kind._from_config(config, dtype=config.dtype).float().eval()
+        theirs = [logprobs_of(drawn, row).numpy() for row in said]
+    training = _training(bare, layout, init="random", seed=SEED)
+    samples = Samples.of(said)
+    ours = training.score(samples)
+    loss = training.step(BaselineLogprobs(samples)).loss
+    moved = _largest(ours, training.score(samples))
+    right = np.isfinite(loss) and moved > SAME_LOGPROBS
+    return _largest(ours, theirs) if right else f"a step changed log-probabilities by {moved:g}"
+
+
 # ---- methods
 def _marked(chosen: list[list[int]]) -> Any:
-    from cray_agents.trainers.data.samples import Samples
-
     masks = [(np.arange(len(row)) >= PROMPT).astype(np.float32) for row in chosen]
     return Samples.of(chosen, masks)
 
@@ -277,15 +291,11 @@ def _near(logprobs: list[Any], seed: int, spread: float) -> list[Any]:
 
 
 def _column(samples: Any, values: list[Any]) -> Any:
-    from cray_agents.trainers.data.packer import TrainedTokenRows
-
     return TrainedTokenRows(samples.masks, dict(enumerate(values)))
 
 
 def _dpo_step(training: Any) -> float | str:
     """A step of dpo against a reference that differs from the policy."""
-    from tests.support.trainers.plain_model import dpo_loss
-
     chosen = rows()[:4]
     _begin(training, "dpo", steps=1, batch_size=2, clip_grad=1e9)
     better = np.array([1.0, 0.0] * 2, np.float32)
@@ -303,8 +313,6 @@ def _dpo_step(training: Any) -> float | str:
 
 def _grpo_step(training: Any) -> float | str:
     """A step of grpo whose policy, policy before and engine all differ."""
-    from tests.support.trainers.plain_model import grpo_loss
-
     chosen = rows()[:4]
     _begin(training, "grpo", steps=1, batch_size=4, clip_grad=1e9)
     gains = [1.0, -0.5, 0.7, -1.2]
@@ -327,11 +335,6 @@ def _gradient_step(
     training: Any, samples: Any, columns: dict[str, Any], plain_loss: Callable[[Any], Any]
 ) -> float | str:
     """Take a step; return how far the gradient is from the plain one, as a share of its largest."""
-    import torch
-
-    from cray_agents.trainers.data.packer import BaselineLogprobs
-    from tests.support.trainers.plain_model import gradients_of, plain_network
-
     network = training.chunks[0].network
     first = {name: p.detach().clone() for name, p in network.named_parameters()}
     known = BaselineLogprobs(samples, {n: _column(samples, v) for n, v in columns.items()})
@@ -355,11 +358,7 @@ def _gradient_step(
 # ---- adapters and bfloat16
 def _adapted(parent: Path, layout: Layout, known: Any, folder: Path) -> float | str:
     """Train adapters, load them with PEFT, and compare the log-probabilities of all tokens."""
-    import torch
     from peft import PeftModel
-
-    from cray_agents.trainers.checkpointing.peft_adapter import write_adapter
-    from tests.support.trainers.plain_model import logprobs_of, plain_network
 
     lora = Lora(rank=4)
     training = _training(parent, layout, lora=lora, learning_rate=1e-2)
@@ -383,8 +382,6 @@ def _in_bfloat16(
     parent: Path, layout: Layout, known: Any, out: Path, float32_loss: float
 ) -> Result:
     """The first loss beside that of float32, an export at learning rate 0, and a step."""
-    import torch
-
     training = _training(parent, layout, dtype="bfloat16", learning_rate=0.0)
     loss = training.step(known).loss
     exported = _exported(training, out / "bfloat16")

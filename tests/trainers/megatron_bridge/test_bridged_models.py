@@ -19,10 +19,7 @@ from tests.support.trainers.forked_ranks import run_forked
 from tests.support.trainers.tiny_families import FAMILIES, write_parent
 
 MISSING = why_not_installed()
-pytestmark = [
-    pytest.mark.megatron,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = [pytest.mark.megatron, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 
 STEPS, BATCH, VOCAB = 20, 4, 500
 HYPER = Hyperparameters(

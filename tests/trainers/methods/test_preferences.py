@@ -53,10 +53,7 @@ def kto_by_hand(batch: Sequence[Answer], options: Preference) -> float:
     return sum(found) / len(found)
 
 
-BY_HAND: dict[str, Callable[..., float]] = {
-    "dpo": dpo_by_hand,
-    "kto": kto_by_hand,
-}
+BY_HAND: dict[str, Callable[..., float]] = {"dpo": dpo_by_hand, "kto": kto_by_hand}
 PREFERENCES = [name for name, (method, _) in VARIANTS.items() if method in BY_HAND]
 
 

@@ -8,11 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cray_agents.trainers.methods.learning_rate import learning_rate
-from cray_agents.training_jobs import (
-    Hyperparameters,
-    explain_learning_rate,
-    usual_learning_rate,
-)
+from cray_agents.training_jobs import Hyperparameters, explain_learning_rate, usual_learning_rate
 
 SCHEDULES = ["constant", "linear", "cosine", "wsd"]
 

@@ -9,10 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from cray_agents.runtime.registry.adapters import CONFIG, WEIGHTS
-from cray_agents.trainers.checkpointing.peft_adapter import (
-    config_of_adapters,
-    peft_tensors,
-)
+from cray_agents.trainers.checkpointing.peft_adapter import config_of_adapters, peft_tensors
 from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.trainers.models.lora import adapters, merged_weight, without_adapters
 from cray_agents.trainers.models.transformers_backend.linear_adapter import add_adapters

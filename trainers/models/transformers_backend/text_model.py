@@ -76,11 +76,7 @@ class TextModel:
 
         Raises SetupError where it needs a package that is not installed.
         """
-        try:
-            module = self._construct(self._class, self.config, dtype, device)
-        except ImportError as error:
-            reason = " ".join(str(error).split())[:300]
-            raise SetupError(f"{self._class.__name__} of transformers needs: {reason}") from error
+        module = self._construct(self._class, self.config, dtype, device)
         if self.config is self.whole_config and self.nested:
             _cut_off_other_parts(module)
         plan = module._get_dtype_plan(dtype)
@@ -102,7 +98,7 @@ class TextModel:
             return None
         try:
             return self._construct(self._whole, self.whole_config, torch.float32, "meta")
-        except ImportError:
+        except SetupError:
             return None
 
     def draw(self, seed: int) -> Any:
@@ -112,23 +108,20 @@ class TextModel:
         """
         kind, config = self._whole or self._class, self.whole_config
         dtype = getattr(config.get_text_config(), "dtype", None) or torch.float32
-        try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                return self._construct(kind, config, dtype, "cpu", drawn=True)
-        except ImportError as error:
-            reason = " ".join(str(error).split())[:300]
-            raise SetupError(f"{kind.__name__} of transformers needs: {reason}") from error
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self._construct(kind, config, dtype, "cpu", drawn=True)
 
     def _construct(
         self, kind: Any, config: Any, dtype: torch.dtype, device: str, *, drawn: bool = False
     ) -> Any:
-        with (
-            self._refused(f"describes no {kind.__name__} that transformers can build"),
-            nullcontext() if drawn else _no_values(),
-            torch.device(device),
-        ):
-            return kind._from_config(deepcopy(config), dtype=dtype)
+        refused = self._refused(f"describes no {kind.__name__} that transformers can build")
+        try:
+            with refused, nullcontext() if drawn else _no_values(), torch.device(device):
+                return kind._from_config(deepcopy(config), dtype=dtype)
+        except ImportError as error:
+            reason = " ".join(str(error).split())[:300]
+            raise SetupError(f"{kind.__name__} of transformers needs: {reason}") from error
 
     @contextmanager
     def _refused(self, why: str) -> Iterator[None]:

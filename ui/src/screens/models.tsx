@@ -5,13 +5,16 @@ import { Version } from "../components/chips";
 import { CopyAs, quoted } from "../components/copy_as";
 import { Facts } from "../components/facts";
 import { Json } from "../components/json";
+import { MessageView } from "../components/message";
 import { ScreenLink } from "../components/screen_link";
 import { Empty, Loaded } from "../components/states";
 import { sorted, Table } from "../components/table";
+import { Text } from "../components/text";
 import { VirtualList } from "../components/virtual_list";
 import { get, post } from "../lib/api";
 import { ago, number, oneLine, seconds, time } from "../lib/format";
 import type { components } from "../lib/openapi";
+import type { Message } from "../lib/records";
 import { useResource } from "../lib/resource";
 import { may } from "../lib/session";
 import type { ScreenProps } from ".";
@@ -174,8 +177,33 @@ function Details({ of: version, reload }: { of: Ancestry; reload: () => void }) 
         ]}
       />
       <Json name="metrics" value={version.metrics} />
+      {Object.keys(version.prompts ?? {}).length > 0 && <Prompts of={version} />}
       {what && <Decide of={version} what={what} reload={reload} close={() => decide(null)} />}
     </section>
+  );
+}
+
+/** The prompts that a version was given beside its weights, whole. */
+function Prompts({ of: { id } }: { of: Ancestry }) {
+  const name = id.split("@")[0] ?? "";
+  const versions = useResource((signal) => get("/v1/models/{name}/versions", { path: { name }, signal }), [name]);
+  return (
+    <Loaded of={versions}>
+      {({ data }) =>
+        Object.entries(data.find((one) => one.id === id)?.prompts ?? {}).map(([agent, prompt]) => (
+          <section key={agent} aria-label={`The prompt of ${oneLine(agent, 60)}`}>
+            <h3>The prompt of {oneLine(agent, 60)}</h3>
+            {prompt.instructions == null ? (
+              <p class="hint">Its instructions are those of the agent's own function.</p>
+            ) : (
+              <Text text={prompt.instructions} label="the instructions" />
+            )}
+            {prompt.examples?.map((message, n) => <MessageView key={n} message={message as unknown as Message} />)}
+            <Facts of={Object.entries(prompt.tools ?? {}).map(([tool, text]) => [`tool ${oneLine(tool, 60)}`, <Text text={text} />])} />
+          </section>
+        ))
+      }
+    </Loaded>
   );
 }
 
