@@ -280,7 +280,7 @@ class PageReader:
             ["bash", "-ec", lines], cwd=self._folder, env=self._variables, **self._who,
             capture_output=True, text=True, timeout=3600,
         )  # fmt: skip
-        if done.returncode and no_torch(done.stderr):
+        if done.returncode and no_torch(done.stdout + done.stderr):
             pytest.skip("the CPU build of torch cannot be had here for this Python")
         assert done.returncode == 0, f"{lines}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         return done.stdout
