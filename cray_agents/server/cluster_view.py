@@ -21,7 +21,7 @@ from cray_agents.ports import Command
 from cray_agents.runtime.accounting.ledger import LedgerFile
 from cray_agents.runtime.pool.job_lease import JOB_PREFIX
 from cray_agents.runtime.scaling.decision import TrainingView
-from cray_agents.runtime.scheduler.slurm import Job, NodeRoom, Slurm, node_names
+from cray_agents.runtime.scheduler.slurm import Job, Slurm, node_names
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.session_journal import SessionJournal
 from cray_agents.trainers.planning.cluster_resources import Resources
@@ -63,6 +63,7 @@ class ClusterView:
         self._gpus = replica.gpus
         self._need = replica.ranks // replica.nodes * (1 if self._gpus else replica.cpus_per_rank)
         self._ledger = LedgerFile(home.ledger, "preemptions")
+        self._nodes: dict[str, set[str]] = {}  # of the jobs that were last seen to run
         #: Of jobs that leave: their nodes, places there, and when they were last seen.
         self._leaving: dict[str, tuple[set[str], int, float]] = {}
 
@@ -73,12 +74,12 @@ class ClusterView:
         """
         # the jobs after the nodes: one that begins meanwhile is then not taken for one that waits
         rooms = self._scheduler.room("replica")
+        free = {room.name: room.free_gpus if self._gpus else room.free_cores for room in rooms}
         state = ClusterState(
             nodes=sum(self._places(room.gpus if self._gpus else room.cores) for room in rooms),
-            free=sum(self._places(self._free(room)) for room in rooms),
+            free=sum(map(self._places, free.values())),
         )
         past, stuck = time.time() - now, False
-        free = {room.name: self._free(room) for room in rooms}
         places_asleep, held = asleep or Counter[str](), set[str]()
         live = self._scheduler.live()
         for name, job in live.items():
@@ -100,6 +101,7 @@ class ClusterView:
                 continue
             if (order := self._scheduler.preemption(name, job.id)) is None:
                 state.running.append(view)
+                self._nodes[name] = set(nodes)
                 continue
             state.leaving += view.nodes
             self._leaving[name] = set(nodes), view.nodes, time.monotonic()
@@ -123,6 +125,8 @@ class ClusterView:
         """Ask a job or session to save and leave; record it. Return False if it has ended."""
         if not self._scheduler.preempt(view.name, why):
             return False
+        # it may have left before the next look
+        self._leaving[view.name] = self._nodes[view.name], view.nodes, time.monotonic()
         log.info("%s is asked to save and leave: %s", view.name, why)
         kind = "session" if (self._home.sessions / view.name).is_dir() else "job"
         self._ledger.note(event="preempt", kind=kind, holder=view.name, what=why)
@@ -131,9 +135,6 @@ class ClusterView:
     def close(self) -> None:
         """Close the ledger's file."""
         self._ledger.close()
-
-    def _free(self, room: NodeRoom) -> int:
-        return room.free_gpus if self._gpus else room.free_cores
 
     def _places(self, units: int) -> int:
         return units // self._need
@@ -150,11 +151,10 @@ class ClusterView:
                 return self._training(name, job, spec.layout, spec, journal, past, free)
             if (self._home.sessions / name / "spec.json").exists():
                 session = SessionJournal(self._home, name)
-                current = session.current
-                current_job = JobJournal(self._home, current) if current else None
-                spec_of_job = current_job.spec() if current_job else None
+                own = JobJournal(self._home, current) if (current := session.current) else None
+                spec_of_own = own.spec() if own else None
                 layout = session.spec().layout
-                return self._training(name, job, layout, spec_of_job, current_job, past, free)
+                return self._training(name, job, layout, spec_of_own, own, past, free)
         except (CrayError, OSError) as error:
             log.warning("%s is not preempted: %s", name, error)
         return None

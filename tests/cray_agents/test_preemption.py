@@ -112,6 +112,19 @@ async def check_priority(cluster: VirtualCluster, rules: ScalingRules) -> None:
         preempted += sum(action.kind == "preempt" for action in await controller.step())
         await asyncio.sleep(0.2)
     assert preempted == 1 and len(cluster.training) == 2
+    # nor is another one asked for it, if the job leaves between two looks
+    assert (view := controller._cluster)
+    scheduler = cluster.site.scheduler
+    rooms, running = scheduler.room("replica"), view.look(0.0).running
+    job = next(job for job in running if job.name != cluster.jobs["dear"])
+    kept = f"nodes={scheduler.live()[job.name].nodes} starttime=now duration=60 users=root"
+    cluster.site.run(
+        "scontrol", "create", "reservation=kept", "flags=maint,ignore_jobs", *kept.split()
+    )
+    view.preempt(job, "a replica needs its node")
+    await until(lambda: not getattr(scheduler.live().get(job.name), "nodes", ""))
+    scheduler.room = lambda kind: rooms  # type: ignore[method-assign]
+    assert view.look(0.0).leaving == 1  # its node, looked at before, is not free
 
 
 async def check_refusals(cluster: VirtualCluster) -> None:
