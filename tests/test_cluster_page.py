@@ -5,7 +5,6 @@ Only as `make soak ARGS=slurm`.
 """
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from cray_agents.paths import Home
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
-from tests.test_packages import PageReader, packaged
+from tests.test_packages import OWN, PageReader, packaged
 
 PAGE = Path(__file__).parents[1] / "docs" / "cluster.md"
 TEXT = PAGE.read_text().partition("\n## Train on a cluster")[0]
@@ -26,12 +25,12 @@ FOLLOWED = os.environ.get("CRAY_TEST_PAGE") == "1"
 @pytest.mark.timeout(7200)
 @pytest.mark.skipif(not FOLLOWED, reason="takes a quarter of an hour: make soak ARGS=slurm")
 def test_the_page_leads_to_a_decision(tmp_path: Path) -> None:
-    shared, python = tmp_path / "me", f"3.{sys.version_info.minor}"
+    shared = tmp_path / "me"
     shared.mkdir()
     (tmp_path / "packages").mkdir()
     cluster = PrivateCluster(tmp_path / "slurm", nodes=2, cpus=2, gpus=[])
     slurm = {"SLURM_CONF": str(cluster.configuration)}
-    reader = PageReader(shared, packaged(tmp_path / "packages"), python, "pip", **slurm)
+    reader = PageReader(shared, packaged(tmp_path / "packages"), OWN, "pip", **slurm)
     cluster.start()
     try:
         said = reader.follow(TEXT.replace("/shared/me", str(shared)))
