@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from tests.test_docs import blocks
+from tests.test_light_install import RUN as TRY
 
 ROOT = Path(__file__).parents[1]
 OWN = f"3.{sys.version_info.minor}"  # this Python, of which all that is pinned can be had
@@ -160,11 +161,6 @@ def test_the_wheel_runs_without_the_checkout(built: Built, tmp_path: Path, comma
 INSTALL = "CRAY_TEST_INSTALL" in os.environ  # into every Python that is here
 PYTHONS = ("3.11", "3.12", "3.13")
 PAGE = ROOT / "docs" / "operations.md"
-TRY = """
-from cray_agents import Agent
-from cray_agents.testing import ScriptedEngine
-print(Agent(name="a", engine=ScriptedEngine(["hi"])).run_sync("x").output)
-"""
 
 
 def ran(*argv: object, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -243,14 +239,14 @@ class PageReader:
         python = python_of(version, user)
         self._wheels = [Path(shutil.copy(built.wheel, folder)), later(built, folder)]
         self._folder, self._tool, self._own = folder, tool, version == OWN
-        self._who: dict[str, Any] = {}
+        self.who: dict[str, Any] = {}
         if user:
-            self._who = {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []}
+            self.who = {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []}
             for path in (folder, *folder.rglob("*")):
                 os.chown(path, pwd.getpwnam(user).pw_uid, -1)
         kept = (name for name in os.environ if "PYTHON" not in name and "CRAY" not in name)
         own = {"HOME": str(folder), "XDG_CACHE_HOME": f"{folder}/cache", "CRAY_AGENTS_PORT": "0"}
-        self._variables = {name: os.environ[name] for name in kept} | own | variables
+        self.variables = {name: os.environ[name] for name in kept} | own | variables
         self._run(f"'{python}' -m venv venv\nvenv/bin/pip install -q uv")
 
     def follow(self, text: str) -> dict[str, str]:
@@ -277,7 +273,7 @@ class PageReader:
 
     def _run(self, lines: str) -> str:
         done = subprocess.run(
-            ["bash", "-ec", lines], cwd=self._folder, env=self._variables, **self._who,
+            ["bash", "-ec", lines], cwd=self._folder, env=self.variables, **self.who,
             capture_output=True, text=True, timeout=3600,
         )  # fmt: skip
         if done.returncode and not self._own and no_torch(done.stdout + done.stderr):
