@@ -36,10 +36,7 @@ import subprocess, sys
 import cray_agents.errors
 subprocess.run([sys.executable, "-c", ""], check=True)
 """
-CLIENTS = {
-    "srun": ["srun", "/bin/sh"],
-    "sbatch": ["sbatch", "--wait", "--output=/dev/null"],
-}
+CLIENTS = {"srun": ["srun", "/bin/sh"], "sbatch": ["sbatch", "--wait", "--output=/dev/null"]}
 
 
 @pytest.fixture(autouse=True)
