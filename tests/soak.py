@@ -76,14 +76,16 @@ SOAKS = [
     Soak("tinker", "tests/test_tinker_loops.py", {"TINKER": 1}),
     Soak("bridge", "tests/trainers/megatron_bridge/test_bridge_environment.py", {"BRIDGE": 1}),
     Soak("install", "tests/test_packages.py -k install", {"INSTALL": 1},
-         follows="docs/operations.md"),
-    Soak("slurm", "tests/test_cluster_page.py", {"PAGE": 1}, follows="docs/cluster.md"),
+         follows="docs/operations.md pyproject.toml"),
+    Soak("slurm", "tests/test_cluster_page.py", {"PAGE": 1},
+         follows="docs/cluster.md docs/operations.md tests/test_packages.py pyproject.toml"),
     Soak("next-vllm", "tests/runtime/test_next_vllm.py", {"VLLM": "0.31.0,0.33.0"}, 7200,
          follows="tests/runtime/test_vllm_contract.py"),
     Soak("benchmarks", "tests/runtime/test_outside_benchmarks.py", {"BENCHMARKS": 1},
          follows="docs/environments.md"),
     Soak("image", "tests/test_release.py -k demo", {"IMAGE": 1}, 14_400,
-         follows="deploy/images/* requirements/cpu.txt"),
+         follows="deploy/images/* deploy/release.py requirements/cpu.txt requirements/setup.sh"
+         " requirements/licences.py"),
     Soak("release", "tests/test_release.py -k tried", {"RELEASE": 1}, follows="deploy/release.py"),
     Soak("kubernetes", "tests/test_chart.py -k cluster_takes", {"KUBERNETES": 1}),
     Soak("families", "tests/trainers/transformers_backend/test_families.py", {"FAMILIES": "all"}),
@@ -104,8 +106,9 @@ def run(soak: Soak, results: Path = RESULTS) -> bool:
             cwd=ROOT, env=os.environ | settings, stdout=log, stderr=log, check=False,
         )  # fmt: skip
     date, seconds = time.strftime("%Y-%m-%d"), f"{time.monotonic() - begun:,.0f} s"
-    skipped = re.findall(r"\d+ skipped", Path(log.name).read_text(errors="replace")[-200:])
-    result = ", ".join(["passed" if done.returncode == 0 else "failed", *skipped])
+    end = Path(log.name).read_text(errors="replace")[-200:]
+    counts = re.findall(r"\d+ (?:passed|skipped)", end)
+    result = ", ".join(["failed", *counts] if done.returncode else counts)
     found = {"date": date, "commit": commit(), "result": f"{result}, {seconds}"}
     record("soak", soak.name, results, **found, **({"code": soak.code()} if soak.follows else {}))
     print(f"| {soak.name} | {date} | {commit()} | {seconds} | {result}: {log.name} |", flush=True)

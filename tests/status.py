@@ -51,7 +51,7 @@ losses of the head, compiled on GPUs | trainers/head | | train-1B
 sinks and windows without a sequence's square | trainers/transformers_backend/passes | |
 the trainer's CUDA branches, on tensors without numbers | trainers/cuda_branches | |
 vLLM's parser and plug-ins for GPUs | runtime/vllm_for_gpus | |
-vLLM's internals that are used | runtime/vllm_contract | |
+internals of vLLM and torch that are used | runtime/vllm_contract trainers/torch_contract | |
 jobs that continue after failures | trainers/resume trainers/job | trainers/faults | hang
 resume points on the nodes' own disks | trainers/local_points | |
 versions while a job trains | trainers/job_versions loop_versions | |

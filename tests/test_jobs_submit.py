@@ -27,12 +27,7 @@ from cray_agents.testing import ScriptedEngine
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
-from cray_agents.training_jobs import (
-    Hyperparameters,
-    JobSpec,
-    JobStatus,
-    usual_learning_rate,
-)
+from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus, usual_learning_rate
 from tests.support.command_line import claimed, cli
 from tests.support.scripted_platform import platform
 

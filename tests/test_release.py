@@ -4,6 +4,7 @@
 tests sdist and wheel. `make soak ARGS=image` needs root, buildah, debootstrap and podman.
 """
 
+import importlib.metadata
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from cray_agents.config.job_section import JobSettings
 from cray_agents.ports import Command
@@ -98,6 +100,17 @@ def test_the_images_context_is_whole(tmp_path: Path) -> None:
     assert [name for name in asked if not list(made.glob(name))] == []
     _, text = (made / "Containerfile").read_text().split("\nARG BASE\n")  # no default
     assert re.search(r"\nRUN .* sh /mnt/install.sh\n(.*\n)*USER 1000:1000\n", text)
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_the_images_pins_are_whole(python: str) -> None:
+    """They are installed with --no-deps: nothing else says that a Python wants one more."""
+    pins = re.findall(r"^([\w.-]+)==", (ROOT / "requirements/cpu.txt").read_text(), re.MULTILINE)
+    known = {*pins, "torch", "torchvision", "torchaudio", "torchcodec"}  # these are left out
+    asked = [Requirement(line) for pin in pins for line in importlib.metadata.requires(pin) or ()]
+    where = {"python_version": python, "python_full_version": f"{python}.0", "extra": ""}
+    names = {one.name for one in asked if one.marker is None or one.marker.evaluate(where)}
+    assert {re.sub(r"[-_.]+", "-", name).lower() for name in names} <= known
 
 
 def test_jobs_start_in_the_image_by_its_python() -> None:

@@ -260,7 +260,7 @@ def start(
         print_json({"weights": weights, "read_seconds": seconds, "measured": measured})
         return
     say(f"weights  {weights / 1e9:.3g} GB" + " in bfloat16" * bool(size))
-    say(f"read     {seconds:.3g} s at {storage:g} GB/s")
+    say(f"read     {seconds:.3g} s at {storage:g} GB/s; the engine's copying follows")
     if measured:
         say("measured seconds of the last start")
         show(measured, list(dict.fromkeys(column for row in measured for column in row)))

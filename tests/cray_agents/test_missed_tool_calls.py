@@ -12,11 +12,7 @@ from cray_agents.agent import ConstrainedEngine, OpenAIEngine
 from cray_agents.agent.stream_events import RunEnded
 from cray_agents.agent.tool import as_tool
 from cray_agents.engines.scripted import tool_call
-from cray_agents.engines.tool_calls import (
-    AutoEngine,
-    unparsed_tool_call,
-    with_tool_calls,
-)
+from cray_agents.engines.tool_calls import AutoEngine, unparsed_tool_call, with_tool_calls
 from cray_agents.errors import EngineError
 from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.calculator import calculator

@@ -25,7 +25,7 @@ PLATFORM = """
 import sys
 from pathlib import Path
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
-cluster = PrivateCluster(Path(sys.argv[1]))
+cluster = PrivateCluster(Path(sys.argv[1]), nodes=2, cpus=2, gpus=[])
 cluster.start()
 print("up", flush=True)
 sys.stdin.read()
@@ -36,10 +36,7 @@ import subprocess, sys
 import cray_agents.errors
 subprocess.run([sys.executable, "-c", ""], check=True)
 """
-CLIENTS = {
-    "srun": ["srun", "/bin/sh"],
-    "sbatch": ["sbatch", "--wait", "--output=/dev/null"],
-}
+CLIENTS = {"srun": ["srun", "/bin/sh"], "sbatch": ["sbatch", "--wait", "--output=/dev/null"]}
 
 
 @pytest.fixture(autouse=True)
@@ -99,28 +96,18 @@ def test_another_user_runs_nothing_in_it(
 
     def ran(user: pwd.struct_passwd, client: str, mark: str) -> tuple[int | None, str]:
         """Whose process the cluster ran for a user, if any, and what the client said."""
-        environment = clean_environment({"SLURM_CONF": str(folder / "conf"), "HOME": "/"})
         done = subprocess.run(
-            acting_as(user, *CLIENTS[client]),
-            input=f"#!/bin/sh\ntouch {marks}/{mark}\n",
-            env=environment,
-            cwd="/",
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+            acting_as(user, *CLIENTS[client]), input=f"#!/bin/sh\ntouch {marks}/{mark}\n", cwd="/",
+            env=clean_environment({"SLURM_CONF": str(folder / "conf"), "HOME": "/"}),
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
         made = marks / mark
         return (made.stat().st_uid if made.exists() else None), done.stderr
 
     with subprocess.Popen(
-        starting_as(owner, "-c", PLATFORM, str(home)),
-        env=clean_environment({"HOME": "/"}),
-        cwd="/",
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as platform:
+        starting_as(owner, "-c", PLATFORM, str(home)), env=clean_environment({"HOME": "/"}),
+        cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as platform:  # fmt: skip
         assert platform.stdout and platform.stdout.readline() == "up\n"
         scratch = (home / "run").readlink()
         assert scratch.stat().st_uid == owner.pw_uid
@@ -176,12 +163,9 @@ def test_its_daemons_and_clients_listen_on_loopback_alone(tmp_path: Path) -> Non
     try:
         daemons = addresses(cluster.pid)
         with subprocess.Popen(
-            ["srun", "sh", "-c", "echo up; read line"],
-            env=cluster.environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as client:
+            ["srun", "sh", "-c", "echo up; read line"], env=cluster.environment,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        ) as client:  # fmt: skip
             assert client.stdout and client.stdout.readline() == "up\n"
             clients = addresses(client.pid)
             client.communicate("\n")

@@ -16,11 +16,7 @@ from cray_agents.runtime.pool.published_replicas import (
     PublishedReplica,
     ServingLimits,
 )
-from cray_agents.runtime.pool.replica_certificates import (
-    make_authority,
-    server_files,
-    tls_folder,
-)
+from cray_agents.runtime.pool.replica_certificates import make_authority, server_files, tls_folder
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.vllm_http import Http, TlsFiles, client_context
 from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess

@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 from cray_agents.errors import ToolError
 from cray_agents.tools.calculator import MAX_BITS, calculator
 
-numbers = st.one_of(
-    st.integers(0, 10**6).map(str),
-    st.floats(0, 1e6, allow_nan=False).map(repr),
-)
+numbers = st.one_of(st.integers(0, 10**6).map(str), st.floats(0, 1e6, allow_nan=False).map(repr))
 expressions = st.recursive(
     numbers,
     lambda inner: st.one_of(

@@ -268,10 +268,7 @@ async def test_what_could_not_be_run_is_no_zero(tmp_path: Path) -> None:
     library.mkdir()
     broken = Sandbox(readable=[library])
     program = [{"stdin": "", "expected": ""}]
-    verifiers = [
-        verifier(TESTS, sandbox=broken),
-        verifier(program, sandbox=broken, name="program"),
-    ]
+    verifiers = [verifier(TESTS, sandbox=broken), verifier(program, sandbox=broken, name="program")]
     verifiers.append(checker(["true"], sandbox=broken))
     library.rmdir()
     for verify in verifiers:

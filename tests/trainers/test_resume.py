@@ -66,14 +66,7 @@ def sail(spec: JobSpec, course: Course, rank: int, store: Any, stop: Any) -> int
         told.append(step)
         lasted.append(seconds)
 
-    saver = Saver(
-        training,
-        course.folder,
-        1,
-        course.keep,
-        may_publish,
-        report,
-    )
+    saver = Saver(training, course.folder, 1, course.keep, may_publish, report)
     losses: list[float] = [0.0] * 9
     if course.load is not None:
         losses = resume.load(training, course.load)["losses"]

@@ -10,11 +10,7 @@ import pytest
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.records import Event
-from cray_agents.runtime.datasets.selection import (
-    Steps,
-    outcome_advantages,
-    step_advantages,
-)
+from cray_agents.runtime.datasets.selection import Steps, outcome_advantages, step_advantages
 from tests.support.datasets.dataset_runs import (
     build,
     call,

@@ -248,11 +248,7 @@ async def test_demonstrations_that_are_left_out(tmp_path: Path, tokenizer: Path)
         tools=TOOLS,
         max_tokens=400,
     )
-    assert manifest["rejected_demonstrations"] == {
-        "contaminated": 2,
-        "duplicate": 1,
-        "too_long": 1,
-    }
+    assert manifest["rejected_demonstrations"] == {"contaminated": 2, "duplicate": 1, "too_long": 1}
     assert (manifest["demonstrations"], manifest["rejected"]) == (1, {"held_out": 1})
     said = details(Home(tmp_path), manifest["id"])
     assert said["demonstration/1"] == "demonstration/0"

@@ -7,11 +7,7 @@ import pytest
 
 from cray_agents.paths import Home
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
-from cray_agents.runtime.telemetry.audit_log import (
-    AuditLog,
-    heads,
-    verify_audit,
-)
+from cray_agents.runtime.telemetry.audit_log import AuditLog, heads, verify_audit
 from tests.support.audit_lines import read_audit
 from tests.support.command_line import cli
 from tests.support.scripted_gateway import served

@@ -22,10 +22,7 @@ from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.scans.text_scanners import Blocks
 from cray_agents.runtime.store.redaction import Redactor
-from cray_agents.runtime.telemetry.live_traces import (
-    LiveTraces,
-    parse_traceparent,
-)
+from cray_agents.runtime.telemetry.live_traces import LiveTraces, parse_traceparent
 from tests.support.bare_models import bare_model
 from tests.support.scraped_metrics import put
 from tests.support.scripted_gateway import Paced, echo, served

@@ -107,10 +107,7 @@ async def test_what_files_of_the_root_say(tmp_path: Path) -> None:
         found = await scrape(gateway)
     assert found["cray_loop_iteration"] == {("calc",): 1}
     assert found["cray_loop_holdout_success"] == {("calc",): 0.5}
-    assert found["cray_loop_iterations_total"] == {
-        ("calc", "promoted"): 1,
-        ("calc", "rejected"): 1,
-    }
+    assert found["cray_loop_iterations_total"] == {("calc", "promoted"): 1, ("calc", "rejected"): 1}
     assert found["cray_loop_runs"]["kept", "calc"] == 3
     assert found["cray_loop_phase_seconds"] == {("calc", "train"): 4.0}
     assert found["cray_loop_evidence"] == {("calc",): 1.5}

@@ -183,10 +183,7 @@ def test_a_page_may_go_on_after_a_forgotten_run_but_not_after_an_unknown_one(ind
     assert [run.run_id for run in list(index.iterate(query))] == ["run_2", "run_3"]
     with pytest.raises(NotFound, match="run_x"):
         list(index.iterate(RunQuery(order="newest", after="run_x")))
-    assert [run.run_id for run in index.iterate(RunQuery(after="run_1x"))] == [
-        "run_2",
-        "run_3",
-    ]
+    assert [run.run_id for run in index.iterate(RunQuery(after="run_1x"))] == ["run_2", "run_3"]
 
 
 def test_what_is_read_must_follow_on_what_was_read(index: Index) -> None:

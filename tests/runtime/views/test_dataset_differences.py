@@ -9,7 +9,7 @@ import pytest_asyncio
 
 from cray_agents.runtime.views.dataset_views import ChangedRun, DatasetDifferences
 from cray_agents.trainers.models.seed_model import make_seed_model
-from tests.runtime.views.test_run_views import model_with_tokenizer
+from tests.runtime.views.test_run_views import get, model_with_tokenizer
 from tests.support.datasets.dataset_runs import call, run_events, several, task
 from tests.support.scripted_gateway import Gateway, served
 
@@ -48,12 +48,6 @@ async def pair(gateway: Gateway) -> tuple[str, str]:
     )
     assert status == 200
     return one, await built(gateway, min_reward=3 / 7, max_tokens=9)
-
-
-async def get(gateway: Gateway, path: str) -> Any:
-    status, answer = await gateway.call("GET", path)
-    assert status == 200, answer
-    return answer
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from cray_agents.runtime.scheduler.sampler import HardwareSampler
 from cray_agents.runtime.views.dataset_views import DatasetHistograms, SamplePage, histogram_of
 from cray_agents.runtime.views.job_hardware import JobHardware, thinned
 from cray_agents.runtime.views.view_records import JobSeries
-from tests.runtime.views.test_run_views import model_with_tokenizer
+from tests.runtime.views.test_run_views import get, model_with_tokenizer
 from tests.support.datasets.dataset_runs import call, run_events, several, task
 from tests.support.scripted_gateway import Gateway, served, until
 
@@ -46,12 +46,6 @@ async def dataset(gateway: Gateway) -> str:
     status, made = await gateway.call("POST", "/v1/datasets", json={"loop": "l", "min_reward": 0.5})
     assert status == 200
     return str(made["id"])
-
-
-async def get(gateway: Gateway, path: str) -> Any:
-    status, answer = await gateway.call("GET", path)
-    assert status == 200, answer
-    return answer
 
 
 async def test_a_dataset_has_histograms_of_what_is_in_it(gateway: Gateway, dataset: str) -> None:
