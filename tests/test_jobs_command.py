@@ -271,7 +271,8 @@ def test_pausing_resuming_and_cancelling_ask_the_platform(tmp_path: Path) -> Non
         with claimed(root.home, where.url):
             said = [root.jobs(act, job.id).stdout for act in ("pause", "resume", "cancel")]
             ended = root.refused("pause", job.id)
+        why = cli("why", job.id, "--home", root.home.root, cwd=tmp_path).stdout
     assert said == [
         f"{job.id} is {state} at step 0 of 4\n" for state in ("paused", "queued", "cancelled")
     ]
-    assert "has ended (cancelled)" in ended
+    assert "has ended (cancelled)" in ended and "cancelled it at 20" in why
