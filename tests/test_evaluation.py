@@ -213,11 +213,16 @@ def right(run):
 def broken(run):
     raise ValueError("no such column")
 
+@reward
+def broken_at_2(run):
+    return 1 / (int(run.input) - 2)
+
 agent = Agent(name="echo", model="m")
 tasks = [Task(input=str(n), target=str(n), metadata={"kind": n % 2}) for n in range(30)]
 evaluation = Evaluation(agent, tasks, right, models=["m@1", "m@2"], attempts=2, by="kind",
                         concurrency=4)
 failing = Evaluation(agent, tasks[:3], [right, broken], name="failing")
+some = Evaluation(agent, tasks[:3], broken_at_2, name="some")
 absent = Evaluation(agent, tasks, right, models=["m@9"])
 unknown = Evaluation(agent, tasks, right, models=["nobody"])
 """
@@ -269,6 +274,8 @@ def test_a_killed_evaluation_goes_on_and_asks_nothing_twice(tmp_path: Path) -> N
             "none of 3 runs of m@1 could be scored",
             "broken failed: ValueError: no such column",
         )
+        some = cli("eval", "e.py:some", *words[2:], cwd=tmp_path)
+        assert some.returncode == 1 and "m@1: 1 runs are missing (1 RewardError)" in some.stdout
         refused(cli("eval", "e.py:absent", *words[2:], cwd=tmp_path), "m@9")
         refused(cli("eval", "e.py:unknown", *words[2:], cwd=tmp_path), "nobody")
         refused(cli("eval", "e.py:agent", *words[2:], cwd=tmp_path), "agent = Evaluation(...)")
