@@ -79,8 +79,7 @@ class Root:
     def following(self, *words: object) -> "Iterator[subprocess.Popen[str]]":
         argv = [sys.executable, "-m", "cray_agents", "jobs", "logs", "-f", *map(str, words)]
         argv += ["--home", str(self.home.root)]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with subprocess.Popen(argv, text=True, **pipes) as process:  # type: ignore[call-overload]
+        with subprocess.Popen(argv, text=True, stdout=-1, stderr=-1) as process:
             try:
                 yield process
             finally:

@@ -13,11 +13,10 @@ from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.telemetry.audit_log import AuditLog
 from cray_agents.testing import ScriptedEngine
-from cray_agents.training import Hyperparameters
-from cray_agents.training_jobs import JobSpec
 from tests.support.command_line import claimed, cli
 from tests.support.scripted_platform import bare_model, platform
 from tests.support.scripted_trainer import ScriptedTrainer
+from tests.test_jobs_command import spec
 
 
 def note(home: Home, loop: str, **values: Any) -> None:
@@ -48,25 +47,19 @@ def test_a_rejection_is_told_with_its_evidence(tmp_path: Path) -> None:
         explain(home, "other")
 
 
-def test_a_job_that_succeeded_needs_nothing_and_a_cancelled_one_names_who(tmp_path: Path) -> None:
-    home = Home(tmp_path)
-    parent, steps = str(bare_model(tmp_path / "p")), Hyperparameters(learning_rate=1e-3, steps=4)
-    done, gone = (
-        JobSpec(dataset=name, parent=parent, parent_sha256="0" * 64, hyperparameters=steps)
-        for name in ("ds-1", "ds-2")
-    )
-    ScriptedTrainer(home).submit(done)
-    told = explain(home, done.id)
-    assert told["why"] == [f"{done.id} is succeeded after step 4 of 4."]
-    assert told["next"].startswith(f"nothing: it is done; `cray-agents jobs show {done.id}")
-    trainer = ScriptedTrainer(home, by_hand=True)
-    trainer.submit(gone)
-    audit = AuditLog(home.audit)
-    for job, who, status in ((done, "bob", 200), (gone, "eve", 409), (gone, "ann", 200)):
-        audit.note(who=who, action="POST", path=f"/v1/jobs/{job.id}/cancel", status=status)
+def test_a_job_that_succeeded_and_one_that_was_cancelled(tmp_path: Path) -> None:
+    home, parent = Home(tmp_path), str(bare_model(tmp_path / "parent"))
+    done = ScriptedTrainer(home).submit(spec(parent=parent)).id
+    told = explain(home, done)
+    assert told["why"] == [f"{done} is succeeded after step 4 of 4."]
+    assert told["next"].startswith(f"nothing: it is done; `cray-agents jobs show {done}")
+    trainer, audit = ScriptedTrainer(home, by_hand=True), AuditLog(home.audit)
+    gone = trainer.submit(spec(1, parent=parent)).id
+    for who, status in (("eve", 409), ("ann", 200), ("bob", 200)):
+        audit.note(who=who, action="POST", path=f"/v1/jobs/{gone}/cancel", status=status)
     audit.close()
-    trainer.cancel(gone.id)
-    assert re.search(r"ann cancelled it at 20\S+ \S+, for good", explain(home, gone.id)["why"][1])
+    trainer.cancel(gone)
+    assert re.search(r"ann cancelled it at 20\S+ \S+, for good", explain(home, gone)["why"][1])
 
 
 def test_a_replica_is_explained_by_the_platform(tmp_path: Path) -> None:
