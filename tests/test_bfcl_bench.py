@@ -9,7 +9,12 @@ import pytest
 
 from bench.bfcl import arms, report
 from bench.bfcl.clock import Clock
-from bench.bfcl.prompts import CANDIDATES, recipe
+from bench.bfcl.prompts import CANDIDATES, ROOT, recipe
+
+#: Rows of the README's table, and the arms that they are of.
+ROWS = [("untrained", "base"), ("RFT, three seeds", "rft"),
+        ("shuffled rewards, three seeds", "control"),
+        ("GRPO, ours, and TRL's in float32", "grpo", "trl")]  # fmt: skip
 
 
 def test_the_clock_of_a_killed_arm_goes_on(tmp_path: Path) -> None:
@@ -73,6 +78,16 @@ def test_the_table_and_the_picture(tmp_path: Path, capsys: Any) -> None:
     drawn = (tmp_path / "bfcl.svg").read_text()
     points = re.findall(r'cy="(\S+)" r="3.5" fill="(\S+)" s', drawn)
     assert points == [("276.0", "#0969da"), ("228.0", "white"), ("180.0", "#0969da")]
+    kept, readme = report._arms(arms.RESULTS), (ROOT / "README.md").read_text()
+    assert report.draw(kept) == (ROOT / "docs" / "bfcl.svg").read_text()
+    for name, *kinds in ROWS:
+        row = [name]
+        for test in ("simple_python", "multiple", "irrelevance"):
+            marks = [[run["right"][test] for run in kept[kind]] for kind in kinds]
+            row.append(", ".join(dict.fromkeys(f"{report.interval(m)[0]:.0%}" for m in marks)))
+        minutes = sorted(round(run.get("seconds", 0) / 60) for kind in kinds for run in kept[kind])
+        row.append(", ".join(map(str, minutes)))
+        assert f"| {' | '.join(row)} |".replace("%", " %") in readme
     (tmp_path / "base.json").unlink()
     with pytest.raises(SystemExit, match=r"has no base\.json yet"):
         report.publish(tmp_path, tmp_path / "bfcl.svg")

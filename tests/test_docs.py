@@ -34,11 +34,7 @@ def blocks(page: Path, language: str) -> list[str]:
     return [text for kind, text in BLOCK.findall(page.read_text()) if kind == language]
 
 
-def answer(request: dict[str, object]) -> str:
-    """Right for every other task of TASKS."""
-    return "4"
-
-
+#: Of these "4" is right every other time.
 TASKS = [{"input": f"What is {n} + 2?", "target": "4" if n % 2 else "5"} for n in range(40)]
 CHATS = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "4"}]
          for n in range(12)]  # fmt: skip
@@ -72,12 +68,22 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path)
-    with platform(tmp_path / "root", ScriptedEngine(answer), name="default") as where:
+    with platform(tmp_path / "root", ScriptedEngine(lambda _: "4"), name="default") as where:
         url = f"{where.url}/v1"
         text = code.replace("http://127.0.0.1:8000/v1", url)
         (tmp_path / "page.py").write_text(text)
         monkeypatch.setenv("CRAY_AGENTS_URL", url)
         exec(compile(text, tmp_path / "page.py", "exec"), {"__name__": "__main__"})
+
+
+def test_an_agent_is_asked_by_its_own_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by `chat`, which imports it; without a server it exits with 1, and says why."""
+    monkeypatch.setenv("CRAY_AGENTS_URL", "http://127.0.0.1:9/v1")
+    for page in ("README.md", "docs/agents.md"):
+        code = blocks(ROOT / page, "python")[0]
+        exec(code, {"__name__": "agent"})
+        with pytest.raises(SystemExit, match="nobody answers at"):
+            exec(code, {"__name__": "__main__"})
 
 
 @pytest.mark.timeout(1800)  # where `make lint` has not run before, mypy reads all of the package
@@ -167,10 +173,6 @@ def commands() -> list[tuple[str, str]]:
     return found
 
 
-def is_placeholder(value: str) -> bool:
-    return not value or value.isupper() or not value[0].isalnum() or "..." in value
-
-
 def test_commands_exist() -> None:
     """Their names and options, and what these are given; placeholders are not looked at."""
     wrong = [f"{page}: `{text}`: {fault}" for page, text in commands() for fault in faults(text)]
@@ -204,7 +206,7 @@ def faults(text: str) -> Iterator[str]:
                 yield f"{name} takes no value"
             continue
         value = value if given else "".join(words[place + 1 : place + 2]).rstrip("]")
-        if not is_placeholder(value):
+        if value and value[0].isalnum() and not value.isupper() and "..." not in value:
             if option.type_descriptor.annotation in (int, float):
                 option.type_descriptor.annotation(value)
             listed = re.findall(r"[\w-]+", f"{option.help} {group.help}")

@@ -144,8 +144,7 @@ def test_an_outside_model_stands_beside_a_version_with_what_each_costs(tmp_path:
             ("2", "sampled_price"),
             ("-1, sampled_price=1", "greater than or equal"),
         ):
-            bad = OUTSIDE.replace("2, sampled_price=8", given)
-            (tmp_path / "bad.py").write_text(bad)
+            (tmp_path / "bad.py").write_text(OUTSIDE.replace("2, sampled_price=8", given))
             refused(cli("eval", "bad.py", *words[2:], **told), "OutsideModel", why)
 
 
@@ -171,11 +170,9 @@ def test_an_outside_server_that_takes_no_request(
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
     Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}"
+    url = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.delenv("NONE", raising=False)
-    big = OutsideModel(
-        model="big", base_url=address, prompt_price=1, sampled_price=1, api_key="NONE"
-    )
+    big = OutsideModel(model="big", base_url=url, prompt_price=1, sampled_price=1, api_key="NONE")
     try:
         with platform(tmp_path / "home", ScriptedEngine(answer)) as where:
             with pytest.raises(EngineUnavailable, match="this model has no temperature"):
@@ -211,13 +208,16 @@ def right(run):
 
 @reward
 def broken(run):
-    raise ValueError("no such column")
+    if int(run.input) < 3:
+        raise ValueError("no such column")
+    return 1
 
 agent = Agent(name="echo", model="m")
 tasks = [Task(input=str(n), target=str(n), metadata={"kind": n % 2}) for n in range(30)]
 evaluation = Evaluation(agent, tasks, right, models=["m@1", "m@2"], attempts=2, by="kind",
                         concurrency=4)
 failing = Evaluation(agent, tasks[:3], [right, broken], name="failing")
+some = Evaluation(agent, tasks[2:5], broken, name="some")
 absent = Evaluation(agent, tasks, right, models=["m@9"])
 unknown = Evaluation(agent, tasks, right, models=["nobody"])
 """
@@ -269,6 +269,8 @@ def test_a_killed_evaluation_goes_on_and_asks_nothing_twice(tmp_path: Path) -> N
             "none of 3 runs of m@1 could be scored",
             "broken failed: ValueError: no such column",
         )
+        some = cli("eval", "e.py:some", *words[2:], cwd=tmp_path)
+        assert some.returncode == 1 and "m@1: 1 runs are missing (1 RewardError)" in some.stdout
         refused(cli("eval", "e.py:absent", *words[2:], cwd=tmp_path), "m@9")
         refused(cli("eval", "e.py:unknown", *words[2:], cwd=tmp_path), "nobody")
         refused(cli("eval", "e.py:agent", *words[2:], cwd=tmp_path), "agent = Evaluation(...)")

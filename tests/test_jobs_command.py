@@ -79,8 +79,7 @@ class Root:
     def following(self, *words: object) -> "Iterator[subprocess.Popen[str]]":
         argv = [sys.executable, "-m", "cray_agents", "jobs", "logs", "-f", *map(str, words)]
         argv += ["--home", str(self.home.root)]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with subprocess.Popen(argv, text=True, **pipes) as process:  # type: ignore[call-overload]
+        with subprocess.Popen(argv, text=True, stdout=-1, stderr=-1) as process:
             try:
                 yield process
             finally:
@@ -271,7 +270,8 @@ def test_pausing_resuming_and_cancelling_ask_the_platform(tmp_path: Path) -> Non
         with claimed(root.home, where.url):
             said = [root.jobs(act, job.id).stdout for act in ("pause", "resume", "cancel")]
             ended = root.refused("pause", job.id)
+        why = cli("why", job.id, "--home", root.home.root, cwd=tmp_path).stdout
     assert said == [
         f"{job.id} is {state} at step 0 of 4\n" for state in ("paused", "queued", "cancelled")
     ]
-    assert "has ended (cancelled)" in ended
+    assert "has ended (cancelled)" in ended and "cancelled it at 20" in why

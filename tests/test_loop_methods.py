@@ -268,9 +268,7 @@ def test_a_loop_tells_what_trainer_and_sampler_disagreed_by() -> None:
     )
 
 
-def test_adapters_go_on_with_their_optimizer_but_not_in_other_weights(
-    tmp_path: Path,
-) -> None:
+def test_adapters_go_on_with_their_optimizer_but_not_in_other_weights(tmp_path: Path) -> None:
     lora = Training(steps=1, lora=Lora(rank=4))
     stages = [RFT(iterations=2, training=lora), RFT(iterations=1), RFT()]
     with platform(tmp_path, ScriptedEngine(echo)) as where:

@@ -36,8 +36,7 @@ def test_installs_demand_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop", "own"),
-    [(None, False), (signal.SIGTERM, False), (signal.SIGINT, False), (None, True)],
+    ("stop", "own"), [(None, False), (signal.SIGTERM, False), (signal.SIGINT, False), (None, True)]
 )
 def test_no_policy_of_the_set_up_is_left(tmp_path: Path, stop: int | None, own: bool) -> None:
     """The file that keeps apt from starting services, whenever the set-up ends."""

@@ -12,10 +12,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fcntl import ioctl
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from cray_agents.cli.overview import draw
+from cray_agents.cli.screen import console
 from cray_agents.paths import Home
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from tests.support.campaign import free_port
@@ -90,26 +93,35 @@ def test_a_key_sees_what_it_may_read(tmp_path: Path) -> None:
     keys = Keys(Home(tmp_path / "home"))
     secrets = {role: keys.create(role.name, role)[1] for role in Role}
     with gateway(tmp_path / "home") as (url, _):
+        watch = partial(cli, "status", "--watch", "--url", url, cwd=tmp_path)
         for role, secret in secrets.items():
-            done = cli(
-                "status",
-                "--watch",
-                "--url",
-                url,
-                "--json",
-                cwd=tmp_path,
-                CRAY_AGENTS_API_KEY=secret,
-            )
+            done = watch("--json", CRAY_AGENTS_API_KEY=secret)
             assert done.returncode == 0, done.stderr
             overview = json.loads(done.stdout)
             assert overview["who"]["role"] == role.name
             assert (overview["jobs"] is None) == (role < Role.train)
-            text = cli(
-                "status", "--watch", "--url", url, cwd=tmp_path, CRAY_AGENTS_API_KEY=secret
-            ).stdout
+            text = watch(CRAY_AGENTS_API_KEY=secret).stdout
             assert ("not for this key" in text) == (role < Role.admin)
-        wrong = cli("status", "--watch", "--url", url, cwd=tmp_path, CRAY_AGENTS_API_KEY="sk-wrong")
+        wrong = watch(CRAY_AGENTS_API_KEY="sk-wrong")
     assert wrong.returncode == 1 and "incorrect API key" in wrong.stderr
+
+
+@pytest.mark.parametrize("columns", [60, 160])
+def test_no_name_and_no_number_is_cut(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "_width", columns)
+    replica = {"state": "serving", "version": "assistant@1234", "host": "n0123.cluster.lan"}
+    replica |= {"in_flight": 256, "probe": {"max_logprob_diff": 1.2345e-05}, "restarts": 17}
+    loop = {"id": "an-assistant-" * 4, "last": {"iteration": 104, "holdout_success": 0.98765},
+            "holdout": [{"success": n / 24} for n in range(24)], "updated": 0.0}  # fmt: skip
+    job = {"id": "job-" + "0123456789" * 4, "state": "failed", "step": 123456, "steps": 200000}
+    here = {"url": "http://h", "time": 9e5, "who": {}, "warnings": None, "queue": None}
+    overview = here | {"replicas": [replica], "loops": [loop], "jobs": [job | {"loss_last": 2.5}]}
+    with console.capture() as drawn:
+        console.print(draw(overview))
+    shown = drawn.get()
+    assert max(map(len, shown.splitlines())) <= columns and "…" not in shown
+    told = "assistant@1234 n0123.cluster.lan 256 1.23e-05 17 104 98.8% failed 123456/200000 2.5"
+    assert [each for each in (*told.split(), loop["id"], job["id"]) if each not in shown] == []
 
 
 @pytest.mark.slow

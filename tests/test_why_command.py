@@ -1,5 +1,6 @@
-"""`cray-agents why`: a loop's rejection, a replica's state, and what has no such name."""
+"""`cray-agents why`: a loop's rejection, jobs that ended, a replica's state, unknown names."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ from cray_agents.errors import NotFound
 from cray_agents.iteration import Iteration
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.telemetry.audit_log import AuditLog
 from cray_agents.testing import ScriptedEngine
 from tests.support.command_line import claimed, cli
-from tests.support.scripted_platform import platform
+from tests.support.scripted_platform import bare_model, platform
+from tests.support.scripted_trainer import ScriptedTrainer
+from tests.test_jobs_command import spec
 
 
 def note(home: Home, loop: str, **values: Any) -> None:
@@ -27,18 +31,9 @@ def test_a_rejection_is_told_with_its_evidence(tmp_path: Path) -> None:
     home = Home(tmp_path)
     note(home, "sums", iteration=0, version="calc@1")
     note(home, "sums", iteration=2, version="calc@2")
-    note(
-        home,
-        "sums",
-        iteration=10,
-        version="calc@3",
-        promoted=False,
-        evidence=1.25,
-        wins=4,
-        losses=5,
-        ties=11,
-        stopped="3 iterations in a row brought nothing",
-    )
+    figures = {"promoted": False, "evidence": 1.25, "wins": 4, "losses": 5, "ties": 11}
+    stopped = "3 iterations in a row brought nothing"
+    note(home, "sums", iteration=10, version="calc@3", stopped=stopped, **figures)
     told = explain(home, "sums")
     assert (told["what"], told["state"]) == ("loop", "stopped")
     text = " ".join(told["why"])
@@ -50,6 +45,21 @@ def test_a_rejection_is_told_with_its_evidence(tmp_path: Path) -> None:
     assert explain(home, "sums")["next"] == "nothing, or change the setting that ended it to go on"
     with pytest.raises(NotFound, match=r"no job 'other'.*loops: sums; replicas: replica-0"):
         explain(home, "other")
+
+
+def test_a_job_that_succeeded_and_one_that_was_cancelled(tmp_path: Path) -> None:
+    home, parent = Home(tmp_path), str(bare_model(tmp_path / "parent"))
+    done = ScriptedTrainer(home).submit(spec(parent=parent)).id
+    told = explain(home, done)
+    assert told["why"] == [f"{done} is succeeded after step 4 of 4."]
+    assert told["next"].startswith(f"nothing: it is done; `cray-agents jobs show {done}")
+    trainer, audit = ScriptedTrainer(home, by_hand=True), AuditLog(home.audit)
+    gone = trainer.submit(spec(1, parent=parent)).id
+    for who, status in (("eve", 409), ("ann", 200), ("bob", 200)):
+        audit.note(who=who, action="POST", path=f"/v1/jobs/{gone}/cancel", status=status)
+    audit.close()
+    trainer.cancel(gone)
+    assert re.search(r"ann cancelled it at 20\S+ \S+, for good", explain(home, gone)["why"][1])
 
 
 def test_a_replica_is_explained_by_the_platform(tmp_path: Path) -> None:

@@ -183,7 +183,8 @@ def evaluate(
     """Measure versions of a model on tasks: mean@k and pass@k with intervals of 95 %, and costs.
 
     The file's `Evaluation(agent, tasks, rewards, models=["a@1", "a@2"], attempts=8)` says what is
-    run. The same command goes on where it stopped, and runs nothing that is on record.
+    run. The same command goes on where it stopped, and runs nothing that is on record. The exit
+    code is 1 while runs are missing.
     """
     path, name = split_target(file)
     evaluation = find(load(path), name or "evaluation", Evaluation, path)
@@ -201,8 +202,10 @@ def evaluate(
         result = evaluation.run_sync()
     if given().json:
         print_json(result)
-        return
-    print_result(result, evaluation.by)
+    else:
+        print_result(result, evaluation.by)
+    if any(one.missing for one in result.models.values()):
+        raise typer.Exit(1)
 
 
 def print_result(result: EvaluationResult, by: str | None) -> None:
@@ -235,10 +238,8 @@ def print_result(result: EvaluationResult, by: str | None) -> None:
             f"p {found.p:.2g}; better at {found.wins} of {found.tasks} tasks, worse at "
             f"{found.losses}; left out, for a version has no scored run: {found.left_out}"
         )
-    look = (
-        "" if given().url else f": cray-agents runs list --where loop={result.loop}{given().words}"
-    )
-    say(f"The runs are those of loop={result.loop}{look}")
+    look = f": cray-agents runs list --where loop={result.loop}{given().words}"
+    say(f"The runs are those of loop={result.loop}{'' if given().url else look}")
 
 
 def _cost(cost: float | None, currency: str) -> str:

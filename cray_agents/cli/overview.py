@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import islice
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -18,7 +17,7 @@ from rich.text import Text
 
 from cray_agents.cli.options import given
 from cray_agents.cli.runs import age
-from cray_agents.cli.screen import console, one_line, print_json
+from cray_agents.cli.screen import cell, column_widths, console, one_line, print_json
 from cray_agents.errors import AccessDenied, EngineError
 from cray_agents.platform.client import Platform
 
@@ -100,7 +99,12 @@ async def look(platform: Platform) -> dict[str, Any]:
     """
 
     async def loops() -> list[dict[str, Any]]:
-        return [row async for row in _first(platform.views.loops(), LOOPS)]
+        rows: list[dict[str, Any]] = []
+        async for row in platform.views.loops():
+            rows.append(row)
+            if len(rows) == LOOPS:
+                break
+        return rows
 
     who = await platform.whoami()
     names = ("replicas", "queue", "warnings", "loops", "jobs")
@@ -120,13 +124,6 @@ async def _allowed(answer: Awaitable[Any]) -> Any:
         return await answer
     except AccessDenied:
         return None
-
-
-async def _first(rows: Any, count: int) -> Any:
-    async for row in rows:
-        yield row
-        if (count := count - 1) <= 0:
-            return
 
 
 def draw(overview: dict[str, Any]) -> RenderableType:
@@ -151,66 +148,50 @@ def draw(overview: dict[str, Any]) -> RenderableType:
 def _replicas(replicas: Sequence[dict[str, Any]] | None) -> RenderableType:
     if not replicas:
         return _none(replicas, "no replica: no model is served")
-    table = _table("state", "version", "in flight", "host", "logprob check", "restarts", "")
-    for each in replicas[:REPLICAS]:
-        _add_row(
-            table,
-            _state(each.get("state")),
-            str(each.get("version") or "-"),
-            str(each.get("in_flight") or 0),
-            str(each.get("host") or "-"),
-            _number((each.get("probe") or {}).get("max_logprob_diff")),
-            str(each.get("restarts") or 0),
-            str(each.get("error") or "")[:200],
-        )
-    return _with_rest(table, len(replicas) - REPLICAS)
+    heads = ("state", "version", "in flight", "host", "logprob check", "restarts", "error")
+    rows = [
+        (each.get("state"), each.get("version"), each.get("in_flight") or 0, each.get("host"),
+         _number((each.get("probe") or {}).get("max_logprob_diff")), each.get("restarts") or 0,
+         str(each.get("error") or "-")[:200])
+        for each in replicas[:REPLICAS]
+    ]  # fmt: skip
+    return _with_rest(_table(heads, rows), len(replicas) - REPLICAS)
 
 
 def _queue(queue: dict[str, Any] | None) -> RenderableType:
     if queue is None:
         return _none(queue, "")
-    table = _table("class", "at the engines", "waiting")
-    for name in ("interactive", "batch"):
-        _add_row(table, name, str(queue[name]["inside"]), str(queue[name]["waiting"]))
+    rows = [
+        (name, queue[name]["inside"], queue[name]["waiting"]) for name in ("interactive", "batch")
+    ]
     note = f"{queue['capacity']} fit at once, {queue['mean_seconds']:.1f} s each"
     if queue["parked"]:
         note += f"; {queue['parked']} wait for a version that no replica holds"
-    return Group(table, Text(note, style="dim"))
+    return Group(_table(("class", "at the engines", "waiting"), rows), Text(note, style="dim"))
 
 
 def _loops(loops: Sequence[dict[str, Any]] | None, now: float) -> RenderableType:
     if not loops:
         return _none(loops, "no loop ran yet: `cray-agents demo` shows one")
-    table = _table("loop", "iteration", "held-out", "", "outcome", "changed")
+    rows = []
     for loop in loops:
         last = loop["last"] or {}
-        success = last.get("holdout_success")
+        success = None if (part := last.get("holdout_success")) is None else f"{part:.1%}"
         decision = "promoted" if last.get("promoted") else "not promoted"
-        _add_row(
-            table,
-            loop["id"][:40],
-            str(last.get("iteration", "-")),
-            "-" if success is None else f"{success:.1%}",
-            curve([point["success"] for point in loop["holdout"]]),
-            decision if last else "-",
-            f"{age(now - loop['updated'])} ago",
-        )
-    return table
+        points = curve([point["success"] for point in loop["holdout"]])
+        rows.append((loop["id"], last.get("iteration"), success, points,
+                     decision if last else None, f"{age(now - loop['updated'])} ago"))  # fmt: skip
+    return _table(("loop", "iteration", "held-out", "curve", "outcome", "changed"), rows)
 
 
 def _jobs(jobs: Sequence[dict[str, Any]] | None) -> RenderableType:
     if not jobs:
         return _none(jobs, "no training job yet")
-    table = _table("job", "state", "steps", "loss")
-    for job in islice(jobs, JOBS):
-        _add_row(
-            table,
-            str(job["id"])[:40],
-            _state(job.get("state")),
-            f"{job.get('step') or 0}/{job.get('steps') or '-'}",
-            _number(job.get("loss_last")),
-        )
-    return _with_rest(table, len(jobs) - JOBS)
+    rows = []
+    for job in jobs[:JOBS]:
+        steps = f"{job.get('step') or 0}/{job.get('steps') or '-'}"
+        rows.append((job["id"], job.get("state"), steps, _number(job.get("loss_last"))))
+    return _with_rest(_table(("job", "state", "steps", "loss"), rows), len(jobs) - JOBS)
 
 
 def curve(values: Sequence[float]) -> str:
@@ -223,24 +204,26 @@ def _none(value: Any, text: str) -> Text:
     return Text("not for this key" if value is None else text, style="dim")
 
 
-def _table(*columns: str) -> Table:
+def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> RenderableType:
+    """Return a table, or a block for each row where the screen is too narrow: nothing is cut."""
+    texts = [[one_line(cell(value)) for value in row] for row in rows]
+    if (widths := column_widths(heads, texts)) is None:
+        return Group(*(
+            Text(f"{name}: " + ", ".join(map(" ".join, zip(heads[1:], others, strict=True))))
+            for name, *others in texts
+        ))  # fmt: skip
     table = Table(box=None, header_style="dim", pad_edge=False)
-    for column in columns:
-        table.add_column(column, no_wrap=True, overflow="ellipsis")
+    for head, width in zip(heads, widths, strict=True):
+        table.add_column(head, width=width)
+    for each in texts:
+        styles = (STATES.get(text, "yellow") if head == "state" else ""
+                  for head, text in zip(heads, each, strict=True))  # fmt: skip
+        table.add_row(*map(Text, each, styles))
     return table
 
 
-def _add_row(table: Table, *cells: str | Text) -> None:
-    """Add cells whose texts cannot drive the terminal."""
-    table.add_row(*(Text(one_line(cell)) if isinstance(cell, str) else cell for cell in cells))
-
-
-def _with_rest(table: Table, more: int) -> RenderableType:
+def _with_rest(table: RenderableType, more: int) -> RenderableType:
     return table if more <= 0 else Group(table, Text(f"and {more} more", style="dim"))
-
-
-def _state(state: Any) -> Text:
-    return Text(one_line(str(state or "-")), style=STATES.get(str(state), "yellow"))
 
 
 def _number(value: Any) -> str:

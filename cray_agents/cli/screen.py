@@ -111,20 +111,12 @@ def print_table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
     """
     heads = [column.replace("_", " ") for column in columns]
     texts = [[one_line(cell(row.get(column))) for column in columns] for row in rows]
-    places = list(zip(heads, *texts, strict=True))
-    widths = [max(map(cell_len, " ".join(place).split())) for place in places]
-    widths[0] = max(map(cell_len, places[0]))  # names stay on a line
-    if (spare := console.width - sum(widths) - GAP * (len(widths) - 1)) < 0:
+    if (widths := column_widths(heads, texts)) is None:
         for name, *others in texts:
             say(name)
             line(", ".join(map(" ".join, zip(heads[1:], others, strict=True))), indent=2)
         return
-    whole = [max(map(cell_len, place)) for place in places]
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for place in sorted(range(len(whole)), key=whole.__getitem__):  # the widest wrap their words
-        more = min(spare, whole[place] - widths[place])
-        widths[place] += more
-        spare -= more
     for column, head, width in zip(columns, heads, widths, strict=True):
         kinds = {type(row.get(column)) for row in rows if row.get(column) is not None}
         numbers = bool(kinds) and kinds <= {int, float}
@@ -132,6 +124,21 @@ def print_table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
     for each in texts:
         table.add_row(*map(Text, each))
     console.print(table)
+
+
+def column_widths(heads: Sequence[str], texts: Iterable[Sequence[str]]) -> list[int] | None:
+    """Return how wide columns are that cut no word; None where the screen is too narrow."""
+    places = list(zip(heads, *texts, strict=True))
+    widths = [max(map(cell_len, " ".join(place).split())) for place in places]
+    widths[0] = max(map(cell_len, places[0]))  # names stay on a line
+    if (spare := console.width - sum(widths) - GAP * (len(widths) - 1)) < 0:
+        return None
+    whole = [max(map(cell_len, place)) for place in places]
+    for place in sorted(range(len(whole)), key=whole.__getitem__):  # the widest wrap their words
+        more = min(spare, whole[place] - widths[place])
+        widths[place] += more
+        spare -= more
+    return widths
 
 
 def cell(value: Any) -> str:

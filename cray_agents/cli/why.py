@@ -20,9 +20,11 @@ from cray_agents.iteration import Iteration
 from cray_agents.paths import Home
 from cray_agents.runtime.controller_lease import LEASE, standby_notes
 from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.disk.journal import read as read_journal
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.scheduler.slurm import LEDGER, read_preemption
 from cray_agents.runtime.scheduler.slurm_reports import describe_reason
+from cray_agents.runtime.telemetry.audit_log import AuditLine
 from cray_agents.server.platform_process import command, fetch, owner, running
 from cray_agents.trainers.job.job_state import read_handover, read_status
 from cray_agents.trainers.job.journal import JobJournal
@@ -97,10 +99,8 @@ def _explain_job(home: Home, job_id: str) -> Answer:
     elif status.state == "succeeded":
         step = f"nothing: it is done; `{command(f'jobs show {job_id}', home)}` has its figures"
     elif status.state == "paused":
-        sentences, step = (
-            [*sentences, "Somebody paused it."],
-            f"`{command(f'jobs resume {job_id}', home)}`",
-        )
+        sentences.append("Somebody paused it.")
+        step = f"`{command(f'jobs resume {job_id}', home)}`"
     elif status.state == "failed":
         sentences.append(f"{_sentence(status.error or 'It left no reason')}")
         cause = verdicts[-1]["cause"] if verdicts else ""
@@ -118,10 +118,15 @@ def _explain_job(home: Home, job_id: str) -> Answer:
             )
             step = f"`{command(f'jobs logs {job_id}', home)}` shows what it does"
     elif status.state == "cancelled":
-        sentences, step = (
-            [*sentences, "Somebody cancelled it, for good."],
-            "submit a job with another spec",
-        )
+        cancels = [
+            (each.time, each.who)
+            for file in home.audit.glob("*.jsonl")
+            for each in read_journal(file, AuditLine, damaged="skip")
+            if each.path == f"/v1/jobs/{job_id}/cancel" and each.status < 400
+        ]
+        at, who = min(cancels, default=(0.0, ""))
+        who = (who or "Somebody") + (f" cancelled it at {when(at)}" if at else " cancelled it")
+        sentences, step = [*sentences, f"{who}, for good."], "submit a job with another spec"
     for event in verdicts[-3:]:
         sentences.append(f"Attempt {event['attempt']} ended at {when(event['time'])}:"
                     f" {event['message']}; {event['done']}.")  # fmt: skip

@@ -8,9 +8,7 @@ import pytest
 
 from tests.support.command_line import cli, refused
 
-CHAT = {
-    "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}],
-}
+CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 
 
 def told(*words: object, cwd: Path) -> Any:

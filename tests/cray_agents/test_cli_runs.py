@@ -75,10 +75,7 @@ def events(run_id: str, answer: str, **more: Any) -> list[Event]:
         id=run_id,
         trajectory=Trajectory(
             messages=[system, user, asked, told, said],
-            turns=[
-                Turn(call_id=f"{run_id}-1", tool_calls=[done]),
-                Turn(call_id=f"{run_id}-2"),
-            ],
+            turns=[Turn(call_id=f"{run_id}-1", tool_calls=[done]), Turn(call_id=f"{run_id}-2")],
         ),
         **fields,
     )

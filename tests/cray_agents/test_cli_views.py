@@ -36,9 +36,7 @@ def served(home: Path) -> Iterator[Platform]:
 def say(served: Platform, run: str, text: str) -> None:
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         client.chat.completions.create(
-            model="m",
-            messages=[{"role": "user", "content": text}],
-            extra_headers={"X-Run-Id": run},
+            model="m", messages=[{"role": "user", "content": text}], extra_headers={"X-Run-Id": run}
         )
 
 

@@ -126,8 +126,7 @@ def test_the_messages_of_data_sets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
-    [(ASKED, ASKED[1:]), ([user("What is 2+3?")], "what is 2 + 3")],
+    ("one", "other"), [(ASKED, ASKED[1:]), ([user("What is 2+3?")], "what is 2 + 3")]
 )
 def test_equal_lists_and_texts_are_one_task(one: TaskLike, other: TaskLike) -> None:
     with pytest.raises(BadInput, match="is in split 'train' here and in 'holdout' at task 1"):

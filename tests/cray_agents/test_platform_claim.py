@@ -50,12 +50,7 @@ def test_one_that_only_its_host_reaches_is_named_and_not_hidden(
     monkeypatch.delenv("CRAY_AGENTS_URL", raising=False)
     home = Home(tmp_path / "home")
     with claimed_elsewhere(home) as token:
-        for command in (
-            ("status",),
-            ("down",),
-            ("models", "rollback", "m"),
-            ("batch", "status"),
-        ):
+        for command in (("status",), ("down",), ("models", "rollback", "m"), ("batch", "status")):
             done = cli(*command, "--home", home.root, cwd=tmp_path)
             said = " ".join(done.stderr.split())
             assert done.returncode == 2

@@ -49,10 +49,7 @@ def test_columns_have_names_or_functions(tmp_path: Path) -> None:
         ({"input": "answer"}, r"t\.jsonl:1: input: it is of type int: give a text or a list"),
         ({"input": "question", "target": "a"}, r"t\.jsonl:1: no column 'a'"),
         ({"input": lambda row: row["x"]}, r"t\.jsonl:1: the function for input failed: KeyError: "),
-        (
-            {"input": "question", "target": lambda row: {1}},
-            r"jsonl:1: target: .*set is not JSON",
-        ),
+        ({"input": "question", "target": lambda row: {1}}, r"jsonl:1: target: .*set is not JSON"),
         ({"input": "question", "split": "level"}, r"t\.jsonl:1: split: Input should be 'train'"),
     ],
 )

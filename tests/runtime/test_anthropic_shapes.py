@@ -61,8 +61,7 @@ async def test_errors(site: Site) -> None:
         error = await refused(anthropic.NotFoundError, http.messages.create(model="none", **ASK))
         assert kind_of(error) == "not_found_error"
         error = await refused(
-            anthropic.BadRequestError,
-            http.messages.create(model="m", max_tokens=5, messages=[]),
+            anthropic.BadRequestError, http.messages.create(model="m", max_tokens=5, messages=[])
         )
         assert kind_of(error) == "invalid_request_error"
         error = await refused(anthropic.NotFoundError, http.post("/v1/nothing", cast_to=object))

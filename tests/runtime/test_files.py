@@ -101,9 +101,7 @@ def test_lists_page_by_themselves(client: openai.OpenAI) -> None:
 
 def test_files_expire(client: openai.OpenAI, home: Home) -> None:
     file = client.files.create(
-        file=("a", b"x"),
-        purpose="batch",
-        expires_after={"anchor": "created_at", "seconds": 3600},
+        file=("a", b"x"), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
     )
     assert file.expires_at is not None
     # counted from the request: a slow machine makes the file some seconds after it

@@ -36,9 +36,7 @@ TOOLS = [
 
 
 def assistant(**message: Any) -> dict[str, Any]:
-    return {
-        "messages": [{"role": "user", "content": "q"}, {"role": "assistant", **message}],
-    }
+    return {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", **message}]}
 
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}

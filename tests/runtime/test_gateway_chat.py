@@ -239,9 +239,7 @@ def test_the_record_holds_what_the_engine_is_sent(
         assert "{x" not in [item.get("arguments") for item in body["input"]]
 
 
-async def test_a_list_tells_what_a_foreign_client_asked_and_was_answered(
-    gateway: Gateway,
-) -> None:
+async def test_a_list_tells_what_a_foreign_client_asked_and_was_answered(gateway: Gateway) -> None:
     first = await gateway.ask("one")
     answered = [*says("one"), {"role": "assistant", "content": "one"}, *says("two")]
     assert (await gateway.ask(answered)).run_id == first.run_id

@@ -223,10 +223,7 @@ async def test_rewards_are_bounded(site: Site, value: float) -> None:
         assert (status, refused["error"]["param"]) == (400, "value")
         assert "reward_limit" in refused["error"]["message"]
         reward = {"name": "good", "value": value}
-        for event in (
-            {"kind": "reward", "body": reward},
-            described(run_id, rewards=[reward]),
-        ):
+        for event in ({"kind": "reward", "body": reward}, described(run_id, rewards=[reward])):
             assert (await site.tell(who, run_id, event))[0] == 400
     assert site.gateway.store.run(run_id).rewards == []
 

@@ -86,10 +86,7 @@ async def site_at(directory: Path, *more: Route, **options: Any) -> AsyncIterato
     )
     app = create_app(services)
     app.router.routes.extend(more)
-    async with (
-        listening(app, log_level="critical") as url,
-        aiohttp.ClientSession() as http,
-    ):
+    async with listening(app, log_level="critical") as url, aiohttp.ClientSession() as http:
         yield Site(url, app, services, Keys(home), http)
         await services.changes.close()
     await pool.stop()

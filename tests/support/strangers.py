@@ -187,9 +187,7 @@ def taker(folder: Path, *places: tuple[str, int]) -> Iterator[Taker]:
 
 
 def _take(
-    places: tuple[tuple[str, int], ...],
-    hear: Callable[[bytes], Any],
-    tell: Callable[[int], None],
+    places: tuple[tuple[str, int], ...], hear: Callable[[bytes], Any], tell: Callable[[int], None]
 ) -> None:
     wanted, mine = list(places), selectors.DefaultSelector()
     while True:

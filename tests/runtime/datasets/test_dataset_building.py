@@ -385,10 +385,7 @@ DEMONSTRATED = {"demonstrations": [[{"role": "assistant", "content": "a"}]], "to
             {"method": "dpo", **DEMONSTRATED, "demonstrations_rejected": [{"role": "user"}]},
             "demonstrations_rejected",
         ),
-        (
-            {"method": "dpo", "demonstrations": [[]], "demonstrations_rejected": [{}]},
-            "tokenizer",
-        ),
+        ({"method": "dpo", "demonstrations": [[]], "demonstrations_rejected": [{}]}, "tokenizer"),
         (
             {
                 "method": "dpo",

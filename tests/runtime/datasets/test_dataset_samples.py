@@ -143,8 +143,4 @@ def test_shards_are_bounded_and_keep_together_what_belongs_together(tmp_path: Pa
     ]
     assert [
         str(tables[0].schema.field(n).type) for n in ("input_ids", "loss_mask", "logprobs")
-    ] == [
-        "list<element: int32>",
-        "list<element: int8>",
-        "list<element: float>",
-    ]
+    ] == ["list<element: int32>", "list<element: int8>", "list<element: float>"]
