@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Writes the hashes of all pins anew, of every file that the package index has of a version; pins and comments stay.
-# To be run after a pin was changed or added:     requirements/hashes.sh [chart cpu dev dspy foreign gpu inspect litellm lm_eval ogx openenv phoenix sglang_router skyrl tinker trackers verifiers vllm_router]
+# To be run after a pin was changed or added:     requirements/hashes.sh [chart cpu dev dspy foreign gpu inspect litellm lm_eval ogx openenv phoenix scanners sglang_router skyrl tinker trackers verifiers vllm_router]
 # Asks the index by uv, from a throw-away environment where it is not installed. A pin that is not there is an error.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -11,7 +11,7 @@ uv=$(command -v uv) || {
   "$work/venv/bin/python" -m pip install --quiet --disable-pip-version-check uv
   uv=$work/venv/bin/uv
 }
-for file in ${*:-chart cpu dev dspy foreign gpu inspect litellm lm_eval ogx openenv phoenix sglang_router skyrl tinker trackers verifiers vllm_router}; do
+for file in ${*:-chart cpu dev dspy foreign gpu inspect litellm lm_eval ogx openenv phoenix scanners sglang_router skyrl tinker trackers verifiers vllm_router}; do
   grep '^#' "$file.txt" >"$work/$file.txt"
   grep -o '^[A-Za-z0-9][^\\]*' "$file.txt" >"$work/pins.in"
   "$uv" pip compile --quiet --no-config --system-certs --no-deps --universal --generate-hashes \

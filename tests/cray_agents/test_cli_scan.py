@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from cray_agents import Run, judge, scanner
-from cray_agents.cli.scan import find_scanner
-from cray_agents.errors import BadInput, SetupError
+from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
 from cray_agents.records import Reward, StopReason
@@ -198,11 +197,3 @@ async def test_scanners_are_functions_of_a_run() -> None:
         scanner(name="a,b")(lambda run: 0.0)
     rewarded = run.model_copy(update={"rewards": [Reward(name="x", value=1, source="scan:x")]})
     assert rewarded.reward is None
-
-
-def test_presidio_is_asked_for_by_name() -> None:
-    try:
-        import presidio_analyzer  # noqa: F401
-    except ImportError:
-        with pytest.raises(SetupError, match="pip install presidio-analyzer"):
-            find_scanner("pii")

@@ -1,13 +1,13 @@
 """The watch over live traffic: scanners, judges of answers, rates, alarms, and what uses these."""
 
 import asyncio
-import importlib.util
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Iterator
@@ -37,6 +37,7 @@ from cray_agents.server.compose import run_watch
 from cray_agents.testing import ScriptedEngine
 from tests.support.command_line import claimed, cli, refused
 from tests.support.datasets.dataset_runs import call, made, reasons, run_events, several, stored
+from tests.support.environments.pythons import ROOT, venv
 from tests.support.scripted_platform import platform
 from tests.support.waiting import wait_until
 
@@ -96,23 +97,27 @@ def test_what_is_an_attempt_to_jailbreak() -> None:
     assert time.process_time() - begun < 60  # it is linear: a quadratic one takes hours
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "package", "module", "bad"),
     [
         ("toxicity", "alt-profanity-check", "profanity_check", "You are a stupid fucking idiot."),
         ("sentiment", "vaderSentiment", "vaderSentiment", "This is horrible. I hate it."),
+        ("pii", "presidio-analyzer", "presidio_analyzer", "Ring 203-555-0142, or 203.0.113.7."),
     ],
 )
-def test_small_packages_are_asked_for_by_name(
-    name: str, package: str, module: str, bad: str
+def test_small_packages(
+    monkeypatch: pytest.MonkeyPatch, name: str, package: str, module: str, bad: str
 ) -> None:
-    if importlib.util.find_spec(module) is None:
-        with pytest.raises(SetupError, match=f"pip install {package}"):
-            built_in_scanner(name)
-        return
-    assert look(name, talk("hi", f"Hm. {bad}"))[0] == 1
-    assert look(f"prompt-{name}", talk(bad, "I am sorry."))[0] == 1
-    assert look(name, talk(bad, "The parcel comes on Monday. Thank you!"))[0] == 0
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SetupError, match=f"pip install {package}"):
+        built_in_scanner(name)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), sysconfig.get_path("purelib")]))
+    code = f"""from tests.cray_agents.test_live_watch import look, talk
+assert look({name!r}, talk("hi", "Hm. {bad}"))[0] >= 1
+assert look("prompt-{name}", talk("{bad}", "I am sorry."))[0] >= 1
+assert look({name!r}, talk("{bad}", "The parcel comes on Monday. Thank you!"))[0] == 0"""
+    subprocess.run([venv("scanners") / "bin" / "python", "-c", code], check=True, timeout=500)
 
 
 def test_a_scanner_that_does_not_exist() -> None:
