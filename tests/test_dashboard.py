@@ -183,6 +183,7 @@ def test_a_job_shows_its_state_curves_and_log(platform: Platform, watch: Any) ->
     worst = page.page.get_by_role("region", name="Where trainer and sampler differ most")
     tokens = worst.get_by_role("link").all_inner_texts()
     assert [token[:8] for token in tokens] == ["token 79", "token 80"]
+    page.check_layout()
     page.open(f"#/job/{jobs[0]['id']}")
     page.wait_for("m@3")
     assert "adam_beta1" in page.page.get_by_role("region", name="Settings").inner_text()
@@ -362,6 +363,10 @@ def test_a_dataset_shows_its_funnel_runs_and_samples(platform: Platform, watch: 
     advantages = next(each["id"] for each in sets if each["method"] == "grpo")
     page.open(f"#/dataset/{advantages}?color=advantage")
     page.page.wait_for_selector(".token.masked ~ .token:is([class*=cool], [class*=heat])")
+    page.check_layout()
+    page.open(f"#/dataset/{made['id']}?against={advantages}")
+    page.wait_for("Left out, by reason")
+    page.check_layout()
     page.open(f"#/dataset/{next(each['id'] for each in sets if not each['considered_runs'])}")
     page.wait_for("demonstration/0")
     assert "What is 2 + 2?" in page.page.inner_text("div.tokens")
@@ -375,6 +380,7 @@ def test_batches_show_failed_lines_and_are_cancelled_and_saved(
     page.page.get_by_role("heading", name="Failed lines").wait_for()
     page.settle()
     assert f"of {BATCH_LINES} lines" in page.text() and "line-0" in page.text()
+    page.check_layout()
     with page.page.expect_download() as saved:
         page.page.get_by_role("button", name="Download errors").click()
     assert len(saved.value.path().read_text().splitlines()) == BAD_LINES

@@ -78,17 +78,11 @@ async def _rest(site: Platform, home: Path) -> None:
     await _evaluation(site)
     for number, loop in enumerate(("sums",) * 3 + ("shuffled",) * 3):
         number %= 3
-        record = Iteration(
-            iteration=number,
-            control="shuffled-rewards" if loop == "shuffled" else None,
-            holdout_success=0.2 + (0.3 * number if loop == "sums" else 0),
-            holdout_tasks=50,
-            version="m@1",
-            runs=16,
-            accepted_runs=8 + number,
-            seconds={"collect": 4.0, "train": 9.0},
-            wall=20.0,
-        )
+        record = Iteration(iteration=number, holdout_tasks=50, version="m@1", runs=16, wall=20.0,
+                           control="shuffled-rewards" if loop == "shuffled" else None,
+                           holdout_success=0.2 + (0.3 * number if loop == "sums" else 0),
+                           accepted_runs=8 + number, seconds={"collect": 4.0, "train": 9.0},
+                           )  # fmt: skip
         await site.finish_iteration(loop, number, record.model_dump(mode="json"))
 
 
@@ -185,16 +179,8 @@ def _loop(site: Platform) -> None:
     tasks = some_tasks(train=24)
     for number, task in enumerate(tasks):
         task.metadata["kind"] = "even" if number % 2 else "odd"
-    loop = site_loop(
-        platform=site,
-        name=LOOP,
-        tasks=tasks,
-        method=GRPO,
-        group_size=2,
-        rewards=[lucky],
-        promotion=test,
-        target=0.95,
-    )
+    loop = site_loop(platform=site, name=LOOP, tasks=tasks, method=GRPO, group_size=2,
+                     rewards=[lucky], promotion=test, target=0.95)  # fmt: skip
     list(loop.run_sync(2))
 
 
