@@ -90,9 +90,9 @@ QUESTIONS: dict[str, tuple[list[tuple[str, str, str]], str]] = {
         [("N failed", LINK, r"^\d+ failed$"), ("the run", "a.run-row", r"^say \d")],
         r"target \d+\s+answer \S",
     ),
-    "At which token do trainer and sampler differ most?": (
-        [("token N of RUN", LINK, r"^token \d+ of ")],
-        "its exact tokens.*logprob",
+    "At which tokens do trainer and sampler differ most?": (
+        [("the job it names", "section:has-text('Do trainer and sampler agree?') a", "^job-")],
+        r"differ most.*token 79 of run-3-0\s+-1\s+-1.004\s+\+0.004\s+token 80 of run-4-0\s+-2",
     ),
     "What did a job cost?": (
         [("Jobs", MENU, "^Jobs$"), ("the job", "tr:has-text('running') a", "^job-")],
