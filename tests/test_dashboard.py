@@ -210,10 +210,7 @@ def test_rows_are_sorted_by_a_click_or_a_key_on_a_head(platform: Platform, watch
     page.page.wait_for_selector("th[aria-sort=descending]")
     table.get_by_role("button", name="samples").click()
     page.page.wait_for_function("() => !document.querySelector('th[aria-sort]')")
-    page.page.route(
-        "**/v1/datasets?*",
-        lambda route: route.fulfill(json=route.fetch().json() | {"has_more": True}),
-    )
+    page.alter("**/v1/datasets?*", lambda body: body | {"has_more": True})
     page.open("#/dataset?sort=samples")
     page.page.reload()
     page.page.get_by_role("button", name="Older ones").wait_for()
@@ -338,8 +335,7 @@ def test_an_iteration_shows_its_evidence_and_each_pair_compares(
     page.settle()
     page.page.keyboard.press("j")
     page.page.wait_for_selector("tr.selected")
-    page.page.keyboard.press("Enter")
-    page.page.wait_for_function("() => location.hash.startsWith('#/compare')")
+    page.press("Enter", at="^#/compare")
 
 
 def test_a_dataset_shows_its_funnel_runs_and_samples(platform: Platform, watch: Any) -> None:
@@ -355,8 +351,7 @@ def test_a_dataset_shows_its_funnel_runs_and_samples(platform: Platform, watch: 
     page.settle()
     rows = page.page.get_by_role("region", name="Considered runs").locator("tbody tr")
     assert rows.count() == min(count, 50)
-    page.page.keyboard.press("]")
-    page.page.wait_for_function("() => location.hash.includes('at=1')")
+    page.press("]", at="at=1")
     page.settle()
     page.page.locator(".token[data-n]").first.click()
     page.page.wait_for_selector(".token.selected")
@@ -479,11 +474,8 @@ def test_hostile_texts_neither_run_nor_break_a_page(
 
 def test_long_numbers_keep_their_digits(platform: Platform, watch: Any) -> None:
     numbers = ["123456789012345678901234567890", "9007199254740993"]
-    body = {
-        "model": "m",
-        "messages": [{"role": "user", "content": "digits?"}],
-        "metadata": {"n": [int(each) for each in numbers]},
-    }
+    asked = [{"role": "user", "content": "digits?"}]
+    body = {"model": "m", "messages": asked, "metadata": {"n": [int(one) for one in numbers]}}
     address = platform.url + "/v1/chat/completions"
     HTTP.post(address, json=body, headers={"x-run-id": "run-digits"}).raise_for_status()
     page = watch(platform.url, at="#/run/run-digits")
@@ -495,19 +487,15 @@ def test_the_filter_line_facets_and_keys_choose_runs(platform: Platform, watch: 
     page = watch(platform.url, at="#/runs")
     page.page.keyboard.press("/")
     page.page.keyboard.type("reward>=1 and loop:sums")
-    page.page.keyboard.press("Enter")
-    page.page.wait_for_function("() => location.hash.includes('reward')")
+    page.press("Enter", at="reward")
     page.settle()
     rows = page.page.locator("a.run-row")
     page.page.wait_for_function(
         "() => document.querySelector('a.run-row') && !document.body.innerText.includes('hostile')"
     )
     assert 0 < rows.count() <= 8
-    page.page.keyboard.press("Escape")
-    page.page.keyboard.press("j")
-    page.page.wait_for_function("() => location.hash.includes('at=')")
-    page.page.keyboard.press("Enter")
-    page.page.wait_for_function("() => location.hash.startsWith('#/run/')")
+    page.press("Escape", "j", at="at=")
+    page.press("Enter", at="^#/run/")
     page.page.wait_for_selector("article .message")
     page.open("#/runs?q=nonsense%3A1")
     page.wait_for('"nonsense" is no field')
@@ -527,9 +515,7 @@ def test_the_grid_of_tasks_is_walked_by_keys_and_a_cell_leads_to_its_runs(
     assert table.get_by_role("columnheader").count() == 1 + len(versions) > 2
     assert f"{len(tasks)} tasks" in page.text()
     assert "say 0" in table.inner_text() and "%" not in table.get_by_role("row").first.inner_text()
-    page.page.keyboard.press("j")
-    page.page.keyboard.press("l")
-    page.page.wait_for_function("() => /row=.+col=/.test(location.hash)")
+    page.press("j", "l", at="row=.+col=")
     cell = groups[0]
     chosen = urllib.parse.urlencode({"row": cell["task"], "col": cell["model"]})
     page.open(f"#/tasks?q=loop%3A{LOOP}&{chosen}")
@@ -538,8 +524,7 @@ def test_the_grid_of_tasks_is_walked_by_keys_and_a_cell_leads_to_its_runs(
     rate = "no reward" if success is None else f"{round(success * 1000) / 10:g} %"
     shown = page.page.inner_text(".cell.selected")
     assert shown.split() == [*rate.split(), str(cell["runs"])]
-    page.page.keyboard.press("Enter")
-    page.page.wait_for_function("() => location.hash.startsWith('#/runs')")
+    page.press("Enter", at="^#/runs")
     page.page.wait_for_selector("a.run-row")
     page.settle()
     page.page.wait_for_function(
@@ -552,8 +537,7 @@ def test_a_run_is_walked_by_keys_and_linked_by_turn_and_token(
 ) -> None:
     page = watch(platform.url, at=f"#/run/{LONG_RUN}?t=60")
     page.wait_for("turn 60: word")
-    page.page.keyboard.press("j")
-    page.page.wait_for_function("() => location.hash.includes('t=61')")
+    page.press("j", at="t=61")
     page.page.keyboard.press("J")
     page.wait_for(f"turn {LONG_TURNS - 1}: word")
     page.page.keyboard.press("m")
@@ -613,8 +597,7 @@ def test_help_palette_and_theme_by_keys(platform: Platform, watch: Any) -> None:
     page.page.wait_for_function("() => !document.querySelector('dialog')")
     page.page.keyboard.press("Control+k")
     page.page.keyboard.type("run-3-0")
-    page.page.keyboard.press("Enter")
-    page.page.wait_for_function("() => location.hash === '#/run/run-3-0'")
+    page.press("Enter", at="^#/run/run-3-0$")
     page.page.keyboard.press("t")
     page.page.wait_for_function("() => document.documentElement.dataset.theme === 'light'")
 
