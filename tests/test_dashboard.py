@@ -184,6 +184,13 @@ def test_a_job_shows_its_state_curves_and_log(platform: Platform, watch: Any) ->
     tokens = worst.get_by_role("link").all_inner_texts()
     assert [token[:8] for token in tokens] == ["token 79", "token 80"]
     page.check_layout()
+    worst.get_by_role("link", name="token 79").click()
+    ours = page.page.locator("dt:text-is('by the trainer') + dd")
+    assert re.fullmatch(r"-1 \([+-]?[\d.]+\)", ours.inner_text())
+    page.page.wait_for_selector(".token.selected:is([class*=cool], [class*=heat])")
+    assert page.page.locator(".token:is([class*=cool], [class*=heat])").count() == 1
+    page.press("l", at="tok=80")
+    assert ours.count() == 0
     page.open(f"#/job/{jobs[0]['id']}")
     page.wait_for("m@3")
     assert "adam_beta1" in page.page.get_by_role("region", name="Settings").inner_text()
