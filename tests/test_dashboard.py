@@ -74,6 +74,10 @@ SCREENS = {
     "keys": "#/keys",
     "keys of a quarter": "#/keys?span=quarter&key=none",
 }
+#: Keeps the texts that a page draws on its canvases.
+DRAWN = """{ const { fillText } = CanvasRenderingContext2D.prototype; window.drawn = [];
+  CanvasRenderingContext2D.prototype.fillText = function (text, ...at) {
+    drawn.push(text); fillText.call(this, text, ...at); } }"""
 #: What people come for: the clicks from the overview (the words of the docs, where it is, its
 #: name there), and a pattern of what is seen then.
 MENU, LINK = "nav a", "main a"
@@ -160,9 +164,12 @@ def test_a_job_shows_its_state_curves_and_log(platform: Platform, watch: Any) ->
         next(job["id"] for job in jobs if job[field] == value)
         for field, value in (("steps", 3), ("state", "queued"), ("state", "running"))
     )
-    page = watch(platform.url, at=f"#/job/{done}")
+    page = watch(platform.url)
+    page.page.add_init_script(DRAWN)
+    page.open(f"#/job/{done}")
     page.page.get_by_role("heading", name="Log").wait_for()
-    page.page.wait_for_selector("figure canvas")
+    page.page.get_by_role("img", name="n1, GPU 0: power, W: 30 points from 512").wait_for()
+    page.page.wait_for_function("() => ['time', '2023-11-1'].every(it => `${drawn}`.includes(it))")
     assert "3 of 3" in page.text()
     buttons = [page.page.get_by_role("button", name=name) for name in ("pause", "resume", "cancel")]
     assert all(button.is_disabled() for button in buttons)

@@ -103,10 +103,17 @@ export function Chart(props: ChartProps) {
     const colour = (name: string) => style.getPropertyValue(`--${name}`).trim();
     const axes = { stroke: colour("quiet"), grid: { stroke: colour("line"), width: 1 }, ticks: { show: false } };
     const labels = (_: uPlot, splits: (number | null)[]) => splits.map((y) => (y === null ? "" : show ? show(y) : number(y)));
+    const times = (_: uPlot, splits: number[], _axis: number, _space: number, distance: number) =>
+      splits.map((x, n) => {
+        const [day, hour] = [time(x).slice(0, 10), time(x).slice(11, distance < 60 ? 19 : 16)];
+        if (distance >= DAY) return day;
+        return n > 0 && time(splits[n - 1]).startsWith(day) ? hour : `${hour}\n${day}`;
+      });
     const plot = new uPlot(
       {
         width: element.clientWidth,
         height: 160,
+        padding: clock ? [null, 40, null, null] : undefined, // half a date
         scales: {
           x: { time: clock, ...alone(places, clock ? DAY : 1) },
           y: logarithmic ? { distr: 3 } : share ? { range: [-0.03, 1.03] } : {},
@@ -124,7 +131,7 @@ export function Chart(props: ChartProps) {
           ...(limit === null ? [] : [{ label: "limit", stroke: colour("good"), width: 1.5, dash: [6, 4], points: { show: false } }]),
         ],
         axes: [
-          clock ? { ...axes, size: 40 } : { ...axes, size: 30, incrs: WHOLE, label: axis, labelSize: 16, labelGap: 0 },
+          { ...axes, label: axis, labelSize: 16, labelGap: 0, ...(clock ? { size: 40, space: 80, values: times } : { size: 30, incrs: WHOLE }) },
           { ...axes, size: widthOf, values: labels },
         ],
         legend: { show: false },
