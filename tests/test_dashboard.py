@@ -310,6 +310,8 @@ def test_the_overview_answers_within_two_clicks(
     ]  # fmt: skip
     curves = re.compile("^held-out success: 3 .*; test success: 2 .*; control shuffled: 3 points")
     page.page.get_by_role("img", name=curves).wait_for()
+    now = page.page.locator("section:has-text('What runs now') li")
+    now.get_by_text(re.compile("step 10 of 40, about .* left")).wait_for()
     for _, where, name in clicks:
         page.page.locator(where, has_text=re.compile(name)).first.click()
         page.settle()
@@ -318,7 +320,19 @@ def test_the_overview_answers_within_two_clicks(
     )
 
 
-def test_the_docs_tell_those_clicks() -> None:
+def test_the_overview_tells_when_a_replica_was_lost_and_jobs_ended(
+    platform: Platform, watch: Any
+) -> None:
+    page = watch(platform.url)
+    lost = {"last_restart": {"time": time.time() - 3600, "why": "it did not answer"}}
+    page.alter("**/v1/pool", lambda it: it | {"data": [one | lost for one in it["data"]]})
+    page.alter("**/v1/jobs?*", lambda it: it | {"data": [j for j in it["data"] if j["step"] == 3]})
+    page.open("#/overview")
+    for told in (r"^replica lost replica-0 6\d min .* ago: it did not", "succeeded step .* ago$"):
+        page.page.locator("main li", has_text=re.compile(told)).first.wait_for()
+
+
+def test_the_docs_tell_those_clicks_and_show_every_screen() -> None:
     assert len(QUESTIONS) == 10 and all(len(clicks) <= 2 for clicks, _ in QUESTIONS.values())
     rows = [
         f"| {question} | {', then '.join(told for told, *_ in clicks) or 'none'} |"
