@@ -340,6 +340,9 @@ def test_the_docs_tell_those_clicks_and_show_every_screen() -> None:
     ]
     table = "| question | clicks |\n|---|---|\n" + "\n".join(rows) + "\n"
     assert table in (ROOT / "docs" / "dashboard.md").read_text(), table
+    screens = re.findall('{ name: "(.*?)"', (ROOT / "ui/src/screens/index.ts").read_text())
+    pictures = {path.stem for path in (ROOT / "docs" / "screens").glob("*.webp")}
+    assert len(screens) == 15 and {*screens} <= pictures
 
 
 def test_an_iteration_shows_its_evidence_and_each_pair_compares(
