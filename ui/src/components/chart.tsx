@@ -10,6 +10,8 @@ import { theme } from "../lib/theme";
 
 /** Distances of marks on an axis of steps, iterations or tasks. */
 const WHOLE = [1, 2, 5].flatMap((n) => Array.from({ length: 8 }, (_, power) => n * 10 ** power)).sort((a, b) => a - b);
+/** Seconds between marks of time, so close to each other that a chart has one. */
+const TIMES = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, ...[1, 2, 3, 6, 12, 24, 48, 168, 336, 720, 1440, 4320, 8760].map((hours) => hours * 3600)];
 /** Colours of the curves, in their order; a limit is `good`. */
 const TONES = ["accent", "fair", "quiet", "bad", "text"];
 
@@ -131,7 +133,7 @@ export function Chart(props: ChartProps) {
           ...(limit === null ? [] : [{ label: "limit", stroke: colour("good"), width: 1.5, dash: [6, 4], points: { show: false } }]),
         ],
         axes: [
-          { ...axes, label: axis, labelSize: 16, labelGap: 0, ...(clock ? { size: 40, space: 80, values: times } : { size: 30, incrs: WHOLE }) },
+          { ...axes, label: axis, labelSize: 16, labelGap: 0, ...(clock ? { size: 40, space: 80, incrs: TIMES, values: times } : { size: 30, incrs: WHOLE }) },
           { ...axes, size: widthOf, values: labels },
         ],
         legend: { show: false },

@@ -79,6 +79,7 @@ export function TokenPanel(props: { id: string; n: number; params: URLSearchPara
         <Legend measure={measure} />
       </div>
       {compared.error && <Failure error={compared.error} retry={compared.reload} />}
+      {measure === "trainer" && <p class="hint">A job keeps the trainer's values of its 20 largest differences alone.</p>}
       {scored && score.error && <Failure error={score.error} retry={score.reload} />}
       {scored && !other && <p class="hint">"Score" asks an engine, which first loads the version if no replica holds it.</p>}
       {scored && other && score.loading && <p class="hint">An engine scores the tokens …</p>}

@@ -12,7 +12,7 @@ export type Measure = "logprob" | "trainer" | "delta" | "entropy" | "trained" | 
 
 export const MEASURES: Record<Measure, string> = {
   logprob: "log-probability when sampled",
-  trainer: "log-probability by the trainer, minus that when sampled (a job's 20 largest differences)",
+  trainer: "log-probability by a job's trainer, minus that when sampled",
   delta: "log-probability by an engine now, minus that when sampled",
   entropy: "entropy by an engine now (a lower bound, from its top tokens)",
   trained: "trained on, or masked",
