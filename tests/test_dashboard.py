@@ -74,6 +74,10 @@ SCREENS = {
     "keys": "#/keys",
     "keys of a quarter": "#/keys?span=quarter&key=none",
 }
+#: Keeps the texts that a page draws on its canvases.
+DRAWN = """{ const { fillText } = CanvasRenderingContext2D.prototype; window.drawn = [];
+  CanvasRenderingContext2D.prototype.fillText = function (text, ...at) {
+    drawn.push(text); fillText.call(this, text, ...at); } }"""
 #: What people come for: the clicks from the overview (the words of the docs, where it is, its
 #: name there), and a pattern of what is seen then.
 MENU, LINK = "nav a", "main a"
@@ -90,9 +94,9 @@ QUESTIONS: dict[str, tuple[list[tuple[str, str, str]], str]] = {
         [("N failed", LINK, r"^\d+ failed$"), ("the run", "a.run-row", r"^say \d")],
         r"target \d+\s+answer \S",
     ),
-    "At which token do trainer and sampler differ most?": (
-        [("token N of RUN", LINK, r"^token \d+ of ")],
-        "its exact tokens.*logprob",
+    "At which tokens do trainer and sampler differ most?": (
+        [("the job it names", "section:has-text('Do trainer and sampler agree?') a", "^job-")],
+        r"differ most.*token 79 of run-3-0\s+-1\s+-1.004\s+\+0.004\s+token 80 of run-4-0\s+-2",
     ),
     "What did a job cost?": (
         [("Jobs", MENU, "^Jobs$"), ("the job", "tr:has-text('running') a", "^job-")],
@@ -160,9 +164,12 @@ def test_a_job_shows_its_state_curves_and_log(platform: Platform, watch: Any) ->
         next(job["id"] for job in jobs if job[field] == value)
         for field, value in (("steps", 3), ("state", "queued"), ("state", "running"))
     )
-    page = watch(platform.url, at=f"#/job/{done}")
+    page = watch(platform.url)
+    page.page.add_init_script(DRAWN)
+    page.open(f"#/job/{done}")
     page.page.get_by_role("heading", name="Log").wait_for()
-    page.page.wait_for_selector("figure canvas")
+    page.page.get_by_role("img", name="n1, GPU 0: power, W: 30 points from 512").wait_for()
+    page.page.wait_for_function("() => ['time', '2023-11-1'].every(it => `${drawn}`.includes(it))")
     assert "3 of 3" in page.text()
     buttons = [page.page.get_by_role("button", name=name) for name in ("pause", "resume", "cancel")]
     assert all(button.is_disabled() for button in buttons)
@@ -183,6 +190,14 @@ def test_a_job_shows_its_state_curves_and_log(platform: Platform, watch: Any) ->
     worst = page.page.get_by_role("region", name="Where trainer and sampler differ most")
     tokens = worst.get_by_role("link").all_inner_texts()
     assert [token[:8] for token in tokens] == ["token 79", "token 80"]
+    page.check_layout()
+    worst.get_by_role("link", name="token 79").click()
+    ours = page.page.locator("dt:text-is('by the trainer') + dd")
+    assert re.fullmatch(r"-1 \([+-]?[\d.]+\)", ours.inner_text())
+    page.page.wait_for_selector(".token.selected:is([class*=cool], [class*=heat])")
+    assert page.page.locator(".token:is([class*=cool], [class*=heat])").count() == 1
+    page.press("l", at="tok=80")
+    assert ours.count() == 0
     page.open(f"#/job/{jobs[0]['id']}")
     page.wait_for("m@3")
     assert "adam_beta1" in page.page.get_by_role("region", name="Settings").inner_text()
@@ -209,10 +224,7 @@ def test_rows_are_sorted_by_a_click_or_a_key_on_a_head(platform: Platform, watch
     page.page.wait_for_selector("th[aria-sort=descending]")
     table.get_by_role("button", name="samples").click()
     page.page.wait_for_function("() => !document.querySelector('th[aria-sort]')")
-    page.page.route(
-        "**/v1/datasets?*",
-        lambda route: route.fulfill(json=route.fetch().json() | {"has_more": True}),
-    )
+    page.alter("**/v1/datasets?*", lambda body: body | {"has_more": True})
     page.open("#/dataset?sort=samples")
     page.page.reload()
     page.page.get_by_role("button", name="Older ones").wait_for()
@@ -298,6 +310,8 @@ def test_the_overview_answers_within_two_clicks(
     ]  # fmt: skip
     curves = re.compile("^held-out success: 3 .*; test success: 2 .*; control shuffled: 3 points")
     page.page.get_by_role("img", name=curves).wait_for()
+    now = page.page.locator("section:has-text('What runs now') li")
+    now.get_by_text(re.compile("step 10 of 40, about .* left")).wait_for()
     for _, where, name in clicks:
         page.page.locator(where, has_text=re.compile(name)).first.click()
         page.settle()
@@ -306,7 +320,19 @@ def test_the_overview_answers_within_two_clicks(
     )
 
 
-def test_the_docs_tell_those_clicks() -> None:
+def test_the_overview_tells_when_a_replica_was_lost_and_jobs_ended(
+    platform: Platform, watch: Any
+) -> None:
+    page = watch(platform.url)
+    lost = {"last_restart": {"time": time.time() - 3600, "why": "it did not answer"}}
+    page.alter("**/v1/pool", lambda it: it | {"data": [one | lost for one in it["data"]]})
+    page.alter("**/v1/jobs?*", lambda it: it | {"data": [j for j in it["data"] if j["step"] == 3]})
+    page.open("#/overview")
+    for told in (r"^replica lost replica-0 6\d min .* ago: it did not", "succeeded step .* ago$"):
+        page.page.locator("main li", has_text=re.compile(told)).first.wait_for()
+
+
+def test_the_docs_tell_those_clicks_and_show_every_screen() -> None:
     assert len(QUESTIONS) == 10 and all(len(clicks) <= 2 for clicks, _ in QUESTIONS.values())
     rows = [
         f"| {question} | {', then '.join(told for told, *_ in clicks) or 'none'} |"
@@ -314,6 +340,9 @@ def test_the_docs_tell_those_clicks() -> None:
     ]
     table = "| question | clicks |\n|---|---|\n" + "\n".join(rows) + "\n"
     assert table in (ROOT / "docs" / "dashboard.md").read_text(), table
+    screens = re.findall('{ name: "(.*?)"', (ROOT / "ui/src/screens/index.ts").read_text())
+    pictures = {path.stem for path in (ROOT / "docs" / "screens").glob("*.webp")}
+    assert len(screens) == 15 and {*screens} <= pictures
 
 
 def test_an_iteration_shows_its_evidence_and_each_pair_compares(
@@ -337,8 +366,7 @@ def test_an_iteration_shows_its_evidence_and_each_pair_compares(
     page.settle()
     page.page.keyboard.press("j")
     page.page.wait_for_selector("tr.selected")
-    page.page.keyboard.press("Enter")
-    page.page.wait_for_function("() => location.hash.startsWith('#/compare')")
+    page.press("Enter", at="^#/compare")
 
 
 def test_a_dataset_shows_its_funnel_runs_and_samples(platform: Platform, watch: Any) -> None:
@@ -354,14 +382,17 @@ def test_a_dataset_shows_its_funnel_runs_and_samples(platform: Platform, watch: 
     page.settle()
     rows = page.page.get_by_role("region", name="Considered runs").locator("tbody tr")
     assert rows.count() == min(count, 50)
-    page.page.keyboard.press("]")
-    page.page.wait_for_function("() => location.hash.includes('at=1')")
+    page.press("]", at="at=1")
     page.settle()
     page.page.locator(".token[data-n]").first.click()
     page.page.wait_for_selector(".token.selected")
     advantages = next(each["id"] for each in sets if each["method"] == "grpo")
     page.open(f"#/dataset/{advantages}?color=advantage")
     page.page.wait_for_selector(".token.masked ~ .token:is([class*=cool], [class*=heat])")
+    page.check_layout()
+    page.open(f"#/dataset/{made['id']}?against={advantages}")
+    page.wait_for("Left out, by reason")
+    page.check_layout()
     page.open(f"#/dataset/{next(each['id'] for each in sets if not each['considered_runs'])}")
     page.wait_for("demonstration/0")
     assert "What is 2 + 2?" in page.page.inner_text("div.tokens")
@@ -375,6 +406,7 @@ def test_batches_show_failed_lines_and_are_cancelled_and_saved(
     page.page.get_by_role("heading", name="Failed lines").wait_for()
     page.settle()
     assert f"of {BATCH_LINES} lines" in page.text() and "line-0" in page.text()
+    page.check_layout()
     with page.page.expect_download() as saved:
         page.page.get_by_role("button", name="Download errors").click()
     assert len(saved.value.path().read_text().splitlines()) == BAD_LINES
@@ -473,11 +505,8 @@ def test_hostile_texts_neither_run_nor_break_a_page(
 
 def test_long_numbers_keep_their_digits(platform: Platform, watch: Any) -> None:
     numbers = ["123456789012345678901234567890", "9007199254740993"]
-    body = {
-        "model": "m",
-        "messages": [{"role": "user", "content": "digits?"}],
-        "metadata": {"n": [int(each) for each in numbers]},
-    }
+    asked = [{"role": "user", "content": "digits?"}]
+    body = {"model": "m", "messages": asked, "metadata": {"n": [int(one) for one in numbers]}}
     address = platform.url + "/v1/chat/completions"
     HTTP.post(address, json=body, headers={"x-run-id": "run-digits"}).raise_for_status()
     page = watch(platform.url, at="#/run/run-digits")
@@ -489,19 +518,15 @@ def test_the_filter_line_facets_and_keys_choose_runs(platform: Platform, watch: 
     page = watch(platform.url, at="#/runs")
     page.page.keyboard.press("/")
     page.page.keyboard.type("reward>=1 and loop:sums")
-    page.page.keyboard.press("Enter")
-    page.page.wait_for_function("() => location.hash.includes('reward')")
+    page.press("Enter", at="reward")
     page.settle()
     rows = page.page.locator("a.run-row")
     page.page.wait_for_function(
         "() => document.querySelector('a.run-row') && !document.body.innerText.includes('hostile')"
     )
     assert 0 < rows.count() <= 8
-    page.page.keyboard.press("Escape")
-    page.page.keyboard.press("j")
-    page.page.wait_for_function("() => location.hash.includes('at=')")
-    page.page.keyboard.press("Enter")
-    page.page.wait_for_function("() => location.hash.startsWith('#/run/')")
+    page.press("Escape", "j", at="at=")
+    page.press("Enter", at="^#/run/")
     page.page.wait_for_selector("article .message")
     page.open("#/runs?q=nonsense%3A1")
     page.wait_for('"nonsense" is no field')
@@ -521,9 +546,7 @@ def test_the_grid_of_tasks_is_walked_by_keys_and_a_cell_leads_to_its_runs(
     assert table.get_by_role("columnheader").count() == 1 + len(versions) > 2
     assert f"{len(tasks)} tasks" in page.text()
     assert "say 0" in table.inner_text() and "%" not in table.get_by_role("row").first.inner_text()
-    page.page.keyboard.press("j")
-    page.page.keyboard.press("l")
-    page.page.wait_for_function("() => /row=.+col=/.test(location.hash)")
+    page.press("j", "l", at="row=.+col=")
     cell = groups[0]
     chosen = urllib.parse.urlencode({"row": cell["task"], "col": cell["model"]})
     page.open(f"#/tasks?q=loop%3A{LOOP}&{chosen}")
@@ -532,8 +555,7 @@ def test_the_grid_of_tasks_is_walked_by_keys_and_a_cell_leads_to_its_runs(
     rate = "no reward" if success is None else f"{round(success * 1000) / 10:g} %"
     shown = page.page.inner_text(".cell.selected")
     assert shown.split() == [*rate.split(), str(cell["runs"])]
-    page.page.keyboard.press("Enter")
-    page.page.wait_for_function("() => location.hash.startsWith('#/runs')")
+    page.press("Enter", at="^#/runs")
     page.page.wait_for_selector("a.run-row")
     page.settle()
     page.page.wait_for_function(
@@ -546,8 +568,7 @@ def test_a_run_is_walked_by_keys_and_linked_by_turn_and_token(
 ) -> None:
     page = watch(platform.url, at=f"#/run/{LONG_RUN}?t=60")
     page.wait_for("turn 60: word")
-    page.page.keyboard.press("j")
-    page.page.wait_for_function("() => location.hash.includes('t=61')")
+    page.press("j", at="t=61")
     page.page.keyboard.press("J")
     page.wait_for(f"turn {LONG_TURNS - 1}: word")
     page.page.keyboard.press("m")
@@ -607,8 +628,7 @@ def test_help_palette_and_theme_by_keys(platform: Platform, watch: Any) -> None:
     page.page.wait_for_function("() => !document.querySelector('dialog')")
     page.page.keyboard.press("Control+k")
     page.page.keyboard.type("run-3-0")
-    page.page.keyboard.press("Enter")
-    page.page.wait_for_function("() => location.hash === '#/run/run-3-0'")
+    page.press("Enter", at="^#/run/run-3-0$")
     page.page.keyboard.press("t")
     page.page.wait_for_function("() => document.documentElement.dataset.theme === 'light'")
 

@@ -52,6 +52,7 @@ LONG_RUN, LONG_TURNS = "run-long", 120
 LOOP = "lucky"  # of two iterations: the first promotes, the second does not
 DEEP = "support-agent", 18  # a name, and its versions, each trained from the one before
 BATCH_LINES, BAD_LINES = 12, 2
+CHAT = "/v1/chat/completions"
 
 
 def answer(request: dict[str, Any]) -> Any:
@@ -78,17 +79,10 @@ async def _rest(site: Platform, home: Path) -> None:
     await _evaluation(site)
     for number, loop in enumerate(("sums",) * 3 + ("shuffled",) * 3):
         number %= 3
-        record = Iteration(
-            iteration=number,
-            control="shuffled-rewards" if loop == "shuffled" else None,
-            holdout_success=0.2 + (0.3 * number if loop == "sums" else 0),
-            holdout_tasks=50,
-            version="m@1",
-            runs=16,
-            accepted_runs=8 + number,
-            seconds={"collect": 4.0, "train": 9.0},
-            wall=20.0,
-        )
+        record = Iteration(iteration=number, holdout_tasks=50, version="m@1", runs=16, wall=20.0,
+                           control="shuffled-rewards" if loop == "shuffled" else None,
+                           accepted_runs=8 + number, seconds={"collect": 4.0, "train": 9.0},
+                           holdout_success=0.2 + 0.3 * number * (loop == "sums"))  # fmt: skip
         await site.finish_iteration(loop, number, record.model_dump(mode="json"))
 
 
@@ -104,8 +98,7 @@ async def _agents(site: Platform) -> None:
                                   iteration=number % 3, attempt=attempt)  # fmt: skip
             right = f" {task.target}." in str(run.output)
             value = float(right and attempt == 0)
-            why = f"expected {task.target}"
-            await site.reward(run.id, value, name="correct", comment=why)
+            await site.reward(run.id, value, name="correct", comment=f"expected {task.target}")
 
 
 async def _demonstrations(site: Platform, tokenizer: Path) -> None:
@@ -149,9 +142,8 @@ def _run_for_a_while(journal: JobJournal, place: int) -> None:
     journal.event("started", attempt=1, from_step=0, left_out=0)
     journal.event("agreement", tokens=120, max_difference=0.004, mean_difference=1e-5,
                   p99_difference=1e-3, kl=1e-6, limit=0.01, run_id="run-3-0", place=place,
-                  ours=-1.0, theirs=-1.004,
                   largest=[("run-3-0", place, -1.0, -1.004), ("run-4-0", place + 1, -2.0, -2.0)],
-                  )  # fmt: skip
+                  ours=-1.0, theirs=-1.004)  # fmt: skip
     for step in range(1, 11):
         journal.event("step", step=step, loss=2 - step / 10, tokens=64, tokens_per_second=32.0,
                       seconds=2.0)  # fmt: skip
@@ -185,16 +177,8 @@ def _loop(site: Platform) -> None:
     tasks = some_tasks(train=24)
     for number, task in enumerate(tasks):
         task.metadata["kind"] = "even" if number % 2 else "odd"
-    loop = site_loop(
-        platform=site,
-        name=LOOP,
-        tasks=tasks,
-        method=GRPO,
-        group_size=2,
-        rewards=[lucky],
-        promotion=test,
-        target=0.95,
-    )
+    loop = site_loop(platform=site, name=LOOP, tasks=tasks, method=GRPO, group_size=2,
+                     rewards=[lucky], promotion=test, target=0.95)  # fmt: skip
     list(loop.run_sync(2))
 
 
@@ -220,7 +204,7 @@ async def _batch(site: Platform, home: Path) -> None:
     client = openai.AsyncOpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0)
     messages = [{"role": "user", "content": HOSTILE["script"]}]
     lines = [
-        {"custom_id": f"line-{n}", "method": "POST", "url": "/v1/chat/completions",
+        {"custom_id": f"line-{n}", "method": "POST", "url": CHAT,
          "body": {"model": "absent" if n < BAD_LINES else "m", "messages": messages}}
         for n in range(BATCH_LINES)
     ]  # fmt: skip
@@ -228,9 +212,8 @@ async def _batch(site: Platform, home: Path) -> None:
     worker = asyncio.create_task(run_worker(Home(home), site.url, window=4))
     try:
         file = await client.files.create(file=("lines.jsonl", text), purpose="batch")
-        batch = await client.batches.create(
-            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
-        )
+        wanted: Any = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+        batch = await client.batches.create(**wanted)
         for _ in range(1000):
             if (await client.batches.retrieve(batch.id)).status == "completed":
                 break
@@ -238,23 +221,17 @@ async def _batch(site: Platform, home: Path) -> None:
     finally:
         worker.cancel()
         await asyncio.gather(worker, return_exceptions=True)
-    await client.batches.create(
-        input_file_id=file.id,
-        endpoint="/v1/chat/completions",
-        completion_window="24h",
-        metadata={"note": HOSTILE["script"], "long": "x" * 500},
-    )
+    note = {"note": HOSTILE["script"], "long": "x" * 500}
+    await client.batches.create(**wanted, metadata=note)
     await client.close()
 
 
 async def _hostile(site: Platform) -> None:
     client = openai.AsyncOpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0)
     for name, text in HOSTILE.items():
-        await client.chat.completions.create(
-            model="m",
-            messages=[{"role": "user", "content": text}],
-            extra_headers={"X-Run-Id": f"hostile-{name}", "X-Run-Tags": "hostile, <b>x</b>"},
-        )
+        headers = {"X-Run-Id": f"hostile-{name}", "X-Run-Tags": "hostile, <b>x</b>"}
+        said: Any = [{"role": "user", "content": text}]
+        await client.chat.completions.create(model="m", messages=said, extra_headers=headers)
         await site.reward(f"hostile-{name}", 0.5, name="<img src=x onerror=1>", comment=text[:5000])
     await client.close()
 
@@ -263,11 +240,10 @@ async def _long(site: Platform) -> None:
     """A run of many turns."""
     client = openai.AsyncOpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0)
     messages: list[Any] = []
+    ask, headers = client.chat.completions.create, {"X-Run-Id": LONG_RUN}
     for number in range(LONG_TURNS):
         messages.append({"role": "user", "content": f"turn {number}: " + "word " * 20})
-        reply = await client.chat.completions.create(
-            model="m", messages=messages, extra_headers={"X-Run-Id": LONG_RUN}
-        )
+        reply = await ask(model="m", messages=messages, extra_headers=headers)
         messages.append({"role": "assistant", "content": reply.choices[0].message.content})
     await client.close()
 
@@ -283,8 +259,7 @@ def site(home: Path, *, whole: bool = True) -> Iterator[Platform]:
 
     async def keep(pool: Pool) -> None:
         file = LedgerFile(Home(home).ledger, "platform")
-        cores = [HeldDevices(cores=2)]
-        await keep_ledger(file, pool.status, lambda: 0, cores, every=0.2, beat=1.0)
+        await keep_ledger(file, pool.status, lambda: 0, [HeldDevices(cores=2)], every=0.2, beat=1.0)
 
     log = Home(home).logs / "replica-0.log"
     log.parent.mkdir(parents=True)

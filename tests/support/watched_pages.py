@@ -73,6 +73,16 @@ class Watched:
     def wait_for(self, text: str) -> None:
         self.page.get_by_text(text).first.wait_for()
 
+    def press(self, *keys: str, at: str) -> None:
+        """Press keys, and wait until the fragment has this pattern."""
+        for key in keys:
+            self.page.keyboard.press(key)
+        self.page.wait_for_function("at => RegExp(at).test(location.hash)", arg=at)
+
+    def alter(self, path: str, change: Callable[[Any], Any]) -> None:
+        """Change the gateway's answers on their way to the page."""
+        self.page.route(path, lambda route: route.fulfill(json=change(route.fetch().json())))
+
     def check_hostile(self, fragment: str) -> None:
         """Check that a run whose text would be more is shown, and is text."""
         self.open(fragment)

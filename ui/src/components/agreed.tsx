@@ -2,7 +2,6 @@
 import type { components } from "../lib/openapi";
 import { number, oneLine, signed } from "../lib/format";
 import { isDemonstration } from "../lib/run_list";
-import { features } from "../lib/session";
 import { ScreenLink } from "./screen_link";
 import { Table } from "./table";
 
@@ -19,32 +18,40 @@ export function Agreed({ job }: { job: Job }) {
       {run && !isDemonstration(run) && (
         <>
           {" "}
-          Most at <TokenLink run={run} place={place!} />: {number(ours)} by the trainer, {number(theirs)} when it was sampled.
+          Most at <TokenLink job={job} run={run} place={place!} />: {number(ours)} by the trainer, {number(theirs)} when it was sampled.
         </>
       )}
     </>
   );
 }
 
-function TokenLink({ run, place }: { run: string; place: number }) {
+function TokenLink({ job, run, place }: { job: Job; run: string; place: number }) {
   return (
-    <ScreenLink to={["run", run]} params={{ mode: "tokens", tok: place, color: features.value.includes("score") ? "delta" : null }}>
+    <ScreenLink to={["run", run]} params={{ mode: "tokens", tok: place, color: "trainer", job: job.id }}>
       token {place} of {oneLine(run, 40)}
     </ScreenLink>
   );
 }
 
-/** The tokens at which trainer and sampler differed most, the worst first. */
-export function Differences({ of }: { of: NonNullable<Job["differences"]> }) {
-  if (!of.length) return null;
+type Difference = [run: string, place: number, ours: number, theirs: number];
+
+/** Return the tokens at which trainer and sampler differed most, the worst first. */
+export function differencesOf({ differences, agreement }: Job): Difference[] {
+  const { worst } = agreement ?? {};
+  return (differences?.length ? differences : worst?.[0] ? [worst] : []) as Difference[];
+}
+
+export function Differences({ job }: { job: Job }) {
+  const found = differencesOf(job);
+  if (!found.length) return null;
   return (
     <section class="card low" tabIndex={0} role="region" aria-label="Where trainer and sampler differ most">
       <h2>Where trainer and sampler differ most</h2>
       <Table
         label="Tokens"
         heads={["token", "trainer#", "sampled#", "difference#"]}
-        rows={(of as [string, number, number, number][]).map(([run, place, ours, theirs]) => [
-          isDemonstration(run) ? oneLine(run, 40) : <TokenLink run={run} place={place} />,
+        rows={found.map(([run, place, ours, theirs]) => [
+          isDemonstration(run) ? oneLine(run, 40) : <TokenLink job={job} run={run} place={place} />,
           number(ours),
           number(theirs),
           signed(ours - theirs),

@@ -10,6 +10,8 @@ import { theme } from "../lib/theme";
 
 /** Distances of marks on an axis of steps, iterations or tasks. */
 const WHOLE = [1, 2, 5].flatMap((n) => Array.from({ length: 8 }, (_, power) => n * 10 ** power)).sort((a, b) => a - b);
+/** Seconds between marks of time, so close to each other that a chart has one. */
+const TIMES = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, ...[1, 2, 3, 6, 12, 24, 48, 168, 336, 720, 1440, 4320, 8760].map((hours) => hours * 3600)];
 /** Colours of the curves, in their order; a limit is `good`. */
 const TONES = ["accent", "fair", "quiet", "bad", "text"];
 
@@ -103,10 +105,17 @@ export function Chart(props: ChartProps) {
     const colour = (name: string) => style.getPropertyValue(`--${name}`).trim();
     const axes = { stroke: colour("quiet"), grid: { stroke: colour("line"), width: 1 }, ticks: { show: false } };
     const labels = (_: uPlot, splits: (number | null)[]) => splits.map((y) => (y === null ? "" : show ? show(y) : number(y)));
+    const times = (_: uPlot, splits: number[], _axis: number, _space: number, distance: number) =>
+      splits.map((x, n) => {
+        const [day, hour] = [time(x).slice(0, 10), time(x).slice(11, distance < 60 ? 19 : 16)];
+        if (distance >= DAY) return day;
+        return n > 0 && time(splits[n - 1]).startsWith(day) ? hour : `${hour}\n${day}`;
+      });
     const plot = new uPlot(
       {
         width: element.clientWidth,
         height: 160,
+        padding: clock ? [null, 40, null, null] : undefined, // half a date
         scales: {
           x: { time: clock, ...alone(places, clock ? DAY : 1) },
           y: logarithmic ? { distr: 3 } : share ? { range: [-0.03, 1.03] } : {},
@@ -124,7 +133,7 @@ export function Chart(props: ChartProps) {
           ...(limit === null ? [] : [{ label: "limit", stroke: colour("good"), width: 1.5, dash: [6, 4], points: { show: false } }]),
         ],
         axes: [
-          clock ? { ...axes, size: 40 } : { ...axes, size: 30, incrs: WHOLE, label: axis, labelSize: 16, labelGap: 0 },
+          { ...axes, label: axis, labelSize: 16, labelGap: 0, ...(clock ? { size: 40, space: 80, incrs: TIMES, values: times } : { size: 30, incrs: WHOLE }) },
           { ...axes, size: widthOf, values: labels },
         ],
         legend: { show: false },

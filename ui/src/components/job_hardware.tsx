@@ -79,11 +79,22 @@ export function JobHardware(props: { of: Hardware; node: string; choose: (node: 
           .slice(0, MOST_CURVES)
           .map(([name, points]) => (
             <section class="card" key={`${chosen.node} ${name}`}>
-              <Chart title={oneLine(`${chosen.node} ${name}`, 100)} axis="time" clock show={/bytes/.test(name) ? bytes : undefined} points={points as Point[]} />
+              <Chart title={titleOf(chosen.node, name)} axis="time" clock show={/bytes/.test(name) ? bytes : /utilization/.test(name) ? percent : undefined} points={points as Point[]} />
             </section>
           ))}
     </>
   );
+}
+
+const UNITS: Record<string, string> = { watts: "W", celsius: "°C", mhz: "MHz" };
+
+/** Return what a curve shows, as in "n1, GPU 0: power, W"; `name` is the sampler's, as in gpu0.power_watts. */
+function titleOf(node: string, name: string): string {
+  const at = name.lastIndexOf(".");
+  const device = name.slice(0, Math.max(0, at)).replace(/^gpu/, "GPU ");
+  const [, figure = "", unit] = /^(.*?)(?:_(watts|celsius|mhz|(?:bytes|packets|ticks)(?:_per_second)?))?$/.exec(name.slice(at + 1)) ?? [];
+  const measured = unit ? `, ${UNITS[unit] ?? unit.replace("_per_second", "/s")}` : "";
+  return oneLine(`${node}${device && device !== "host" ? `, ${device}` : ""}: ${figure.replace(/_/g, " ")}${measured}`, 100);
 }
 
 function cellsOf(node: Node, selected: boolean, choose: () => void): ComponentChildren[] {

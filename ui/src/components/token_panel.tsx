@@ -4,6 +4,7 @@ import { get, post } from "../lib/api";
 import { useResource } from "../lib/resource";
 import { setParams } from "../lib/route";
 import { features } from "../lib/session";
+import { differencesOf } from "./agreed";
 import { Failure, Loaded } from "./states";
 import { Legend, MEASURES, TokenFacts, Tokens, type Measure } from "./tokens";
 
@@ -21,6 +22,9 @@ export function TokenPanel(props: { id: string; n: number; params: URLSearchPara
       }),
     [id, n, prompt],
   );
+  const job = params.get("job"); // whose differences of trainer and sampler are shown
+  const compared = useResource(async (signal) => (job ? get("/v1/jobs/{job_id}", { path: { job_id: job }, signal }) : null), [job]);
+  const trainer = compared.data ? new Map(differencesOf(compared.data).flatMap(([run, place, ours]): [number, number][] => (run === id ? [[place, ours]] : []))) : undefined;
   const canScore = features.value.includes("score");
   const scored = isScored(measure);
   const score = useResource(
@@ -45,7 +49,7 @@ export function TokenPanel(props: { id: string; n: number; params: URLSearchPara
             onChange={(event) => setParams({ color: event.currentTarget.value })}
           >
             {Object.entries(MEASURES)
-              .filter(([name]) => name !== "advantage" && (canScore || name === measure || !isScored(name as Measure)))
+              .filter(([name]) => name !== "advantage" && (job || name !== "trainer") && (canScore || name === measure || !isScored(name as Measure)))
               .map(([name, about]) => (
                 <option key={name} value={name}>
                   {about}
@@ -74,6 +78,8 @@ export function TokenPanel(props: { id: string; n: number; params: URLSearchPara
         </label>
         <Legend measure={measure} />
       </div>
+      {compared.error && <Failure error={compared.error} retry={compared.reload} />}
+      {measure === "trainer" && <p class="hint">A job keeps the trainer's values of its 20 largest differences alone.</p>}
       {scored && score.error && <Failure error={score.error} retry={score.reload} />}
       {scored && !other && <p class="hint">"Score" asks an engine, which first loads the version if no replica holds it.</p>}
       {scored && other && score.loading && <p class="hint">An engine scores the tokens …</p>}
@@ -81,10 +87,10 @@ export function TokenPanel(props: { id: string; n: number; params: URLSearchPara
         {(data) => (
           <>
             {!data.exact && <p class="hint">This tokenizer has no exact bytes of tokens: texts are of each token alone.</p>}
-            <Tokens tokens={data} score={score.data} measure={measure} selected={token} onSelect={(place) => setParams({ tok: place })} />
+            <Tokens tokens={data} trainer={trainer} score={score.data} measure={measure} selected={token} onSelect={(place) => setParams({ tok: place })} />
             {token !== null && token >= data.first && token < data.first + data.ids.length && (
               <div class="card">
-                <TokenFacts tokens={data} score={score.data} place={token} />
+                <TokenFacts tokens={data} trainer={trainer} score={score.data} place={token} />
               </div>
             )}
           </>

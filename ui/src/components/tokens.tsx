@@ -1,17 +1,18 @@
 /** Tokens: the exact tokens of a turn, coloured by a measure. Only rows of tokens in sight are in the page. */
 import type { ComponentChildren } from "preact";
 import { useMemo } from "preact/hooks";
-import { number, plain } from "../lib/format";
+import { number, plain, signed } from "../lib/format";
 import type { components } from "../lib/openapi";
 import { Facts } from "./facts";
 import { VirtualList } from "./virtual_list";
 
 export type TurnTokens = components["schemas"]["TurnTokens"];
 export type TurnScore = components["schemas"]["TurnScore"];
-export type Measure = "logprob" | "delta" | "entropy" | "trained" | "advantage";
+export type Measure = "logprob" | "trainer" | "delta" | "entropy" | "trained" | "advantage";
 
 export const MEASURES: Record<Measure, string> = {
   logprob: "log-probability when sampled",
+  trainer: "log-probability by a job's trainer, minus that when sampled",
   delta: "log-probability by an engine now, minus that when sampled",
   entropy: "entropy by an engine now (a lower bound, from its top tokens)",
   trained: "trained on, or masked",
@@ -22,6 +23,7 @@ const MANY = 400; // tokens; more get a list of their own that scrolls
 const ROW = 48;
 const LIMITS: Record<Measure, number[]> = {
   logprob: [0.1, 0.5, 1, 2, 4],
+  trainer: [0.001, 0.01, 0.05, 0.2, 1],
   delta: [0.1, 0.3, 0.7, 1.5, 3],
   entropy: [0.1, 0.5, 1, 1.8, 2.6],
   trained: [],
@@ -35,8 +37,8 @@ function step(value: number, limits: number[]): number {
 }
 
 /** Return the class of a token: its colour says the measure, its index in `tokens` is `n`. */
-function tone(props: Pick<TokensProps, "tokens" | "score" | "advantages" | "measure">, n: number): string {
-  const { tokens, score, advantages, measure } = props;
+function tone(props: Pick<TokensProps, "tokens" | "trainer" | "score" | "advantages" | "measure">, n: number): string {
+  const { tokens, trainer, score, advantages, measure } = props;
   if (measure === "trained") return tokens.trained[n] ? "trained" : "masked";
   if (measure === "advantage") return tokens.trained[n] ? signedTone(advantages?.[n] ?? 0, LIMITS.advantage) : "masked";
   const logprob = tokens.logprobs[n];
@@ -47,9 +49,9 @@ function tone(props: Pick<TokensProps, "tokens" | "score" | "advantages" | "meas
     const entropy = score?.entropy[sampled];
     return entropy === null || entropy === undefined ? "" : `heat${step(entropy, LIMITS.entropy)}`;
   }
-  const other = score?.logprobs[sampled];
+  const other = measure === "trainer" ? trainer?.get(tokens.first + n) : score?.logprobs[sampled];
   if (other === null || other === undefined || logprob === null || logprob === undefined) return "";
-  return signedTone(other - logprob, LIMITS.delta);
+  return signedTone(other - logprob, LIMITS[measure]);
 }
 
 function signedTone(value: number, limits: number[]): string {
@@ -73,6 +75,8 @@ function rowsOf(texts: readonly string[]): [number, number][] {
 
 export interface TokensProps {
   tokens: TurnTokens;
+  /** The trainer's log-probabilities of tokens, by their place, as far as a job kept them. */
+  trainer?: ReadonlyMap<number, number>;
   score?: TurnScore;
   /** Of a training set's sample, of each token. */
   advantages?: readonly (number | null)[];
@@ -147,9 +151,10 @@ export function Legend({ measure }: { measure: Measure }) {
       </span>
     );
   }
-  const names = measure === "delta" || measure === "advantage" ? ["cool5", "cool3", "cool1", "heat0", "heat1", "heat3", "heat5"] : [0, 1, 2, 3, 4, 5].map((n) => `heat${n}`);
+  const names = ["trainer", "delta", "advantage"].includes(measure) ? ["cool5", "cool3", "cool1", "heat0", "heat1", "heat3", "heat5"] : [0, 1, 2, 3, 4, 5].map((n) => `heat${n}`);
   const ends = {
     logprob: ["certain", "surprising"],
+    trainer: ["likelier by the trainer", "less likely"],
     delta: ["likelier by the engine now", "less likely"],
     entropy: ["certain", "open"],
     advantage: ["made likelier", "less likely"],
@@ -166,13 +171,14 @@ export function Legend({ measure }: { measure: Measure }) {
 }
 
 /** The facts of one token. */
-export function TokenFacts(props: Pick<TokensProps, "tokens" | "score" | "advantages"> & { place: number }) {
-  const { tokens, score, advantages, place } = props;
+export function TokenFacts(props: Pick<TokensProps, "tokens" | "trainer" | "score" | "advantages"> & { place: number }) {
+  const { tokens, trainer, score, advantages, place } = props;
   const n = place - tokens.first;
   if (n < 0 || n >= tokens.ids.length) return null;
   const sampled = place - tokens.prompt;
   const logprob = tokens.logprobs[n];
   const version = [...tokens.seams].reverse().find((seam) => seam.at <= place)?.model ?? tokens.model;
+  const ours = trainer?.get(place);
   const top = sampled >= 0 ? score?.top[sampled] : undefined;
   return (
     <Facts
@@ -182,6 +188,7 @@ export function TokenFacts(props: Pick<TokensProps, "tokens" | "score" | "advant
         ["place", `${place} of ${tokens.total} ${sampled >= 0 ? `(sampled ${sampled})` : "(prompt)"}`],
         ["bytes", tokens.bytes[String(n)] && <span class="mono">{hex(tokens.bytes[String(n)]!)}</span>],
         ["logprob", number(logprob) + (logprob == null ? "" : ` (p = ${number(Math.exp(logprob))})`)],
+        ["by the trainer", ours !== undefined && number(ours) + (logprob == null ? "" : ` (${signed(ours - logprob)})`)],
         ["version", sampled >= 0 ? plain(version) : "none sampled it"],
         ["trained", (tokens.trained[n] ? "yes" : "no") + (advantages?.[n] == null ? "" : `, with advantage ${number(advantages[n])}`)],
         ...(score && sampled >= 0

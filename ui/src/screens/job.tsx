@@ -169,7 +169,7 @@ function One({ id, params }: { id: string; params: URLSearchParams }) {
               />
             </section>
             <Settings id={id} versions={versions} />
-            <Differences of={data.differences ?? []} />
+            <Differences job={data} />
             <Loaded of={series}>
               {({ series: curves }) => {
                 const missing = Object.entries(CHIEF).filter(([name]) => !curves[name]?.length);

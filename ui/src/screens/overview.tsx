@@ -186,6 +186,7 @@ function RunsNow({ loops, jobs }: { loops: Resource<Loops>; jobs: Resource<Jobs>
                   <span class="quiet">
                     step {number(job.step)} of {number(job.steps)}
                     {leftOf(job)}
+                    {!under.length && <Ended job={job} />}
                     {job.reason && `; it waits: ${oneLine(job.reason, 80)}`}
                   </span>
                 </li>
@@ -197,6 +198,17 @@ function RunsNow({ loops, jobs }: { loops: Resource<Loops>; jobs: Resource<Jobs>
       </Loaded>
     </Card>
   );
+}
+
+/** When the last event of a job was. */
+function Ended({ job: { id, step, state } }: { job: Jobs["data"][number] }) {
+  const events = useResource(
+    // each step has an event: those of the steps are not asked for
+    (signal) => get("/v1/jobs/{job_id}/events", { path: { job_id: id }, query: { after: step }, signal }),
+    [id, step, state],
+  );
+  const last = events.data?.data.at(-1) as { time?: number } | undefined;
+  return last?.time ? <>, {ago(last.time)}</> : null;
 }
 
 /** A replica as /v1/pool tells of it. */
