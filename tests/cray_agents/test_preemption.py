@@ -113,8 +113,8 @@ async def check_priority(cluster: VirtualCluster, rules: ScalingRules) -> None:
         await asyncio.sleep(0.2)
     assert preempted == 1 and len(cluster.training) == 2
     # nor is another one asked for it, if the job leaves between two looks
-    assert (view := controller._cluster)
-    scheduler = cluster.site.scheduler
+    view, scheduler = controller._cluster, cluster.site.scheduler
+    assert view is not None
     rooms, running = scheduler.room("replica"), view.look(0.0).running
     job = next(job for job in running if job.name != cluster.jobs["dear"])
     kept = f"nodes={scheduler.live()[job.name].nodes} starttime=now duration=60 users=root"
