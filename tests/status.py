@@ -53,7 +53,7 @@ the trainer's CUDA branches, on tensors without numbers | trainers/cuda_branches
 vLLM's parser and plug-ins for GPUs | runtime/vllm_for_gpus | |
 internals of vLLM and torch that are used | runtime/vllm_contract trainers/torch_contract | |
 jobs that continue after failures | trainers/resume trainers/job | trainers/faults | hang
-resume points on the nodes' own disks | trainers/local_points | |
+resume points on the nodes' own disks | trainers/local_points | trainers/spare_nodes |
 versions while a job trains | trainers/job_versions loop_versions | |
 a spare node in place of a lost one | | trainers/spare_nodes |
 training sessions | trainers/session training_session | | session session-lora

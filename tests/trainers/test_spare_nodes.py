@@ -37,6 +37,7 @@ from cray_agents.training_jobs import JobSpec
 from tests.support.campaign import Campaign, kills
 from tests.support.dead_node import kill_node, on, parent_of, processes, revive_node
 from tests.support.waiting import wait_until
+from tests.trainers.test_faults import flip
 
 NODES = ["127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4"]
 KILLS = kills(1)
@@ -77,6 +78,10 @@ class HeldJob:
     def losses(self) -> list[float]:
         return [e["loss"] for e in self.journal.events() if e["event"] == "step"]
 
+    @property
+    def points(self) -> list[Path]:
+        return durable.resume_points(self.journal.folder / "megatron")
+
     def ended(self) -> bool:
         return self.trainer.status(self.journal.job_id).state not in ("queued", "running")
 
@@ -93,7 +98,7 @@ class HeldJob:
                 return 0
             return sum(e["event"] == "step" for e in events[begun[-1] :])
 
-        wait_until(lambda: done() >= steps, self.journal.log_tail, 400)
+        wait_until(lambda: done() >= steps and self.points, self.journal.log_tail, 400)
         for pid in self._ranks():
             os.kill(pid, signal.SIGSTOP)
         assert self.journal.step < self.journal.spec().hyperparameters.steps
@@ -148,16 +153,13 @@ class HeldJob:
 
 @contextmanager
 def held_job(
-    lab: Any,
-    folder: Path,
-    spec: JobSpec,
-    silence: float = 600,  # the machine may be slow
+    lab: Any, folder: Path, spec: JobSpec, silence: float = 600, site: JobSettings | None = None
 ) -> Iterator[HeldJob]:
     nodes = spec.layout.world
     cluster = PrivateCluster(folder / "slurm", nodes=nodes + spec.spare_nodes, cpus=1)
     cluster.start()
-    with Slurm(folder / "slurm", cluster) as scheduler:
-        patient = FailureSettings(hang_seconds=silence)
+    with Slurm(folder / "slurm", cluster, settings=site) as scheduler:
+        patient = FailureSettings(hang_seconds=silence)  # the machine may be slow
         trainer = MegatronTrainer(lab.home, scheduler, Resources(nodes=nodes), failures=patient)
         trainer.submit(spec)
         job = HeldJob(lab, cluster, scheduler, trainer, JobJournal(lab.home, spec.id))
@@ -189,12 +191,19 @@ def test_spare_nodes_take_the_places_of_lost_ones(
     lab: Any, tmp_path: Path, losses: list[float]
 ) -> None:
     """Of one after the other: the second one is the batch script's."""
-    with held_job(lab, tmp_path, spec_of(lab, spares=2)) as job:
+    (scratch := tmp_path / "scratch").mkdir()
+    site = JobSettings(scratch=str(scratch))
+    with held_job(lab, tmp_path, spec_of(lab, spares=2), site=site) as job:
         job.await_spares()
+        newest = job.points[0]
+        (own,) = scratch.glob(f"*/*/{NODES[0]}/*/rank-00000/local{newest.name[4:]}.1/rank-*.bin")
+        flip(newest / own.name)  # the node that stays has its own
         before = job.launchers()
         assert sorted(before) == NODES
         for attempt, node in enumerate((NODES[1], NODES[0]), 2):
-            job.kill(node)
+            kill_node(job.cluster, node)
+            if node == NODES[0]:  # held until then: they would publish a newer point
+                job.release()
             job.wait(lambda: job.journal.attempts == attempt or job.ended(), "the next one")  # noqa: B023
             job.hold(3)
             del before[node]
@@ -202,8 +211,9 @@ def test_spare_nodes_take_the_places_of_lost_ones(
         job.release()
         job.wait(job.ended, "the end")
         job.check(losses)
-        status = job.trainer.status(job.journal.job_id)
-        assert (status.attempts, job.slurm_jobs) == (3, 1)
+        assert job.counts == (3, 1)
+        begun = [e["from_step"] for e in job.journal.events() if e["event"] == "started"]
+        assert newest.name == f"step-{begun[1]:08d}"
         verdicts = [e for e in job.journal.events() if e["event"] == "verdict"]
         assert [v["node"] for v in verdicts] == [NODES[1], NODES[0]]
         assert {v["cause"] for v in verdicts} == {"node"}
@@ -385,9 +395,7 @@ def test_a_launcher_that_the_others_went_on_without_ends(lab: Any, tmp_path: Pat
 
 
 @pytest.mark.megatron
-def test_a_launcher_that_finds_itself_on_none_of_the_nodes_says_so(
-    lab: Any, tmp_path: Path
-) -> None:
+def test_a_launcher_that_is_on_none_of_the_nodes_says_so(lab: Any, tmp_path: Path) -> None:
     code, log = launcher(lab, tmp_path, "n1.site.org")
     assert code == 1
     assert "called n1.site.org, and the job's nodes are n1, n2, s1: let its container" in log
@@ -410,24 +418,20 @@ def test_the_script_starts_each_node_alone_and_notes_who_left(tmp_path: Path) ->
     text = batch_script(COMMAND, tmp_path, settings=JobSettings(inherit=[]))
     for line in ("--nodes=3", "--ntasks=3", "--no-kill"):
         assert f"#SBATCH {line}\n" in text
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["/bin/bash", "-c", text], env={"SLURM_JOB_ID": "5", "PATH": path}, check=False
-    )
-    assert done.returncode == 0
+    environment = {"SLURM_JOB_ID": "5", "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run(["/bin/bash", "-c", text], env=environment, check=True)
     names = {file.name for file in (tmp_path / "5.0.nodes").iterdir()}
     assert names == {"ended-n1", "left-n2", "ended-n3"}
 
 
 def test_where_no_spare_node_can_be_held_it_is_refused(lab: Any, tmp_path: Path) -> None:
-    with pytest.raises(
-        SchedulerError, match="one launcher a node: leave them out, or set tasks = 'node'"
-    ):
+    told = "one launcher a node: leave them out, or set tasks"
+    with pytest.raises(SchedulerError, match=f"{told} = 'node'"):
         batch_script(COMMAND, Path("/l"), settings=JobSettings(tasks="rank"))
     slurm = Slurm(tmp_path / "slurm", settings=JobSettings(tasks="rank"))
     trainer = MegatronTrainer(lab.home, slurm, Resources(nodes=2))
     spec = spec_of(lab)
-    with pytest.raises(BadInput, match="one launcher a node: leave them out, or set tasks"):
+    with pytest.raises(BadInput, match=told):
         trainer.submit(spec)
     assert not JobJournal(lab.home, spec.id).exists  # so that it may come without them
     with pytest.raises(BadInput, match="one node: leave spare_nodes out"):
