@@ -51,7 +51,7 @@ export function Differences({ job }: { job: Job }) {
         label="Tokens"
         heads={["token", "trainer#", "sampled#", "difference#"]}
         rows={found.map(([run, place, ours, theirs]) => [
-          isDemonstration(run) ? oneLine(run, 40) : <TokenLink job={job} run={run} place={place} />,
+          <span style={{ overflowWrap: "anywhere" }}>{isDemonstration(run) ? oneLine(run, 40) : <TokenLink job={job} run={run} place={place} />}</span>,
           number(ours),
           number(theirs),
           signed(ours - theirs),
