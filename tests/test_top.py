@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from fcntl import ioctl
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,18 +110,18 @@ def test_a_key_sees_what_it_may_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("columns", [60, 160])
 def test_no_name_and_no_number_is_cut(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "_width", columns)
-    replica = {"state": "serving", "version": "assistant@1234", "host": "n0123.cluster.lan"}
+    replica: Any = {"state": "serving", "version": "assistant@1234", "host": "n0123.cluster.lan"}
     replica |= {"in_flight": 256, "probe": {"max_logprob_diff": 1.2345e-05}, "restarts": 17}
-    loop = {"id": "an-assistant-" * 4, "last": {"iteration": 104, "holdout_success": 0.98765},
+    loop: Any = {"id": "an-assistant-" * 4, "last": {"iteration": 104, "holdout_success": 0.98765},
             "holdout": [{"success": n / 24} for n in range(24)], "updated": 0.0}  # fmt: skip
-    job = {"id": "job-" + "0123456789" * 4, "state": "failed", "step": 123456, "steps": 200000}
+    job: Any = {"id": f"job-{'0123456789' * 4}", "state": "failed", "step": 123456, "steps": 2**18}
     here = {"url": "http://h", "time": 9e5, "who": {}, "warnings": None, "queue": None}
     overview = here | {"replicas": [replica], "loops": [loop], "jobs": [job | {"loss_last": 2.5}]}
     with console.capture() as drawn:
         console.print(draw(overview))
     shown = drawn.get()
     assert max(map(len, shown.splitlines())) <= columns and "…" not in shown
-    told = "assistant@1234 n0123.cluster.lan 256 1.23e-05 17 104 98.8% failed 123456/200000 2.5"
+    told = "assistant@1234 n0123.cluster.lan 256 1.23e-05 17 104 98.8% failed 123456/262144 2.5"
     assert [each for each in (*told.split(), loop["id"], job["id"]) if each not in shown] == []
 
 
