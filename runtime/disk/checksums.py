@@ -8,7 +8,8 @@ the key, and are read unchecked.
 
 A format may have a whole number, in the key FORMAT of its records or lines. It is raised by each
 change that older code would misread; fields that are only added leave it as it is. What has none is
-of version 1. A newer one is refused by name, before any other field is looked at.
+of version 1. A newer one is refused by name, before any other field is looked at but NEEDS: the
+first cray-agents that reads it, as in "0.2.0". The code that raises a format writes both.
 
 A whole file is hashed: by SHA-256, written as 64 hex digits, or by BLAKE3, written as `blake3:` and
 64 hex digits. BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs) is a tree of hashes, of which a
@@ -37,7 +38,7 @@ MARK = b',"crc":"'
 END = b'"}'
 TAIL = len(MARK) + 8 + len(END)  # bytes from the mark to the end of the text
 ALIKE = 7  # bytes of mark and end left in a damaged checksum; other records have fewer
-FORMAT = "format"
+FORMAT, NEEDS = "format", "needs"
 CACHED_HASHES = 65536  # files whose hash this process remembers
 HASHED_TOGETHER = 1 << 20  # bytes
 BLAKE3 = "blake3:"  # begins a hash that is not a SHA-256
@@ -135,24 +136,25 @@ def find_record(kind: type[Kind], path: Path, known: int = 1) -> Kind | None:
 def _parse_known(text: bytes, known: int, path: Path) -> Any:
     content = parse(text, path)
     if isinstance(content, dict):
-        check_version(content.get(FORMAT), known, path)
+        check_version(content.get(FORMAT), known, path, content.get(NEEDS))
     return content
 
 
-def check_version(version: Any, known: int, what: object) -> int:
+def check_version(version: Any, known: int, what: object, needs: str | None = None) -> int:
     """Return the version of a format, 1 for None.
 
-    `known` is the newest that the caller reads; `what` names the file or line. Raises NewerFormat,
-    or Corrupt if it is no version.
+    `known` is the newest that the caller reads; `what` names the file or line, `needs` the first
+    cray-agents that reads it. Raises NewerFormat, or Corrupt if it is no version.
     """
     if version is None:
         return 1
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise Corrupt(f"{what} is damaged: {version!r} is no version of a format")
     if version > known:
+        to = f" to {needs} or newer" if needs else ""
         raise NewerFormat(
             f"{what} has format {version}, and {_this_package()} reads formats up to {known}: "
-            "upgrade it here (pip install --upgrade cray-agents)"
+            f"upgrade it here{to} (pip install --upgrade cray-agents)"
         )
     return version
 

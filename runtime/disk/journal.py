@@ -151,7 +151,8 @@ def parse_line(line: bytes, place: object, kind: type[Any] | None = None) -> Any
     """
     value = checksums.parse(line, place)
     if isinstance(value, dict):
-        checksums.check_version(value.pop(checksums.FORMAT, None), LINE_FORMAT, place)
+        needs = value.get(checksums.NEEDS)
+        checksums.check_version(value.pop(checksums.FORMAT, None), LINE_FORMAT, place, needs)
     return checksums.parse_as(kind, line, place) if kind else value
 
 

@@ -21,7 +21,7 @@ from cray_agents.errors import Corrupt, StoreError
 from cray_agents.exact_json import dump_json
 from cray_agents.messages import text_of, text_or_json
 from cray_agents.records import Event, StopReason, new_id
-from cray_agents.runtime.disk.checksums import FORMAT, check_version, is_whole, with_crc
+from cray_agents.runtime.disk.checksums import FORMAT, NEEDS, check_version, is_whole, with_crc
 
 EVENT_FORMAT = 1  # of a line
 HEAD = 160  # characters of an input or output that are kept
@@ -196,7 +196,7 @@ def event_in(line: bytes) -> dict[str, Any]:
         event = parse_line(line)
     except ValueError as error:
         raise Corrupt(f"not an event ({error}): {line[:QUOTED]!r}") from error
-    check_version(event.get(FORMAT), EVENT_FORMAT, f"event {event.get('id')}")
+    check_version(event.get(FORMAT), EVENT_FORMAT, f"event {event.get('id')}", event.get(NEEDS))
     return event
 
 
